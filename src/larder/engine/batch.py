@@ -21,8 +21,8 @@ from larder.core.types import AppendKind, Mode
 from larder.engine.detokenizer import IncrementalDetokenizer, discard_text
 from larder.engine.generate import GenerationBatch, StoppingCriteria
 from larder.engine.sampler import SamplingParams
+from larder.models.batch_segment import BatchSegment
 from larder.models.decoder import Decoder
-from larder.models.forward_batch import BatchSegment
 
 BLOCK_TOKENS = 1024  # of a prefix, read at once
 

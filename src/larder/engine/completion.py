@@ -15,7 +15,8 @@ from larder.engine.detokenizer import CONTEXT_TOKENS, IncrementalDetokenizer, st
 from larder.engine.generate import GenerationBatch, StoppingCriteria
 from larder.engine.progress_bar import progress_or_bar
 from larder.engine.sampler import SamplingParams
-from larder.models.forward_batch import BatchSegment, LayerActivations, Observer
+from larder.models.batch_segment import BatchSegment
+from larder.models.observers import LayerActivations, Observer
 from larder.prefill.base import Progress, no_progress, run_steps
 from larder.prefill.turn_reader import TurnReader
 from larder.session.capacity import resolve_budget

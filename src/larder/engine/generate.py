@@ -13,8 +13,9 @@ from larder.cache.sequence import SequenceCache
 from larder.core.arguments import require
 from larder.core.types import AppendKind, Mode
 from larder.engine.sampler import SamplingParams, TokenSampler
+from larder.models.batch_segment import BatchSegment
 from larder.models.decoder import Decoder
-from larder.models.forward_batch import BatchSegment, Observer
+from larder.models.observers import Observer
 
 if TYPE_CHECKING:
     from larder.engine.constraint import ConstraintMatcher

@@ -14,7 +14,7 @@ from larder.core.errors import InputError, UsageError
 from larder.core.spelling import spell
 from larder.core.types import AppendKind, Mode
 from larder.engine.completion import EncodedPrompt, prefill_prompt
-from larder.models.forward_batch import BatchSegment
+from larder.models.batch_segment import BatchSegment
 from larder.models.lm_head import LOGITS_CHUNK
 from larder.prefill.base import run_steps
 from larder.session.capacity import check_recent_fits, empty_cache, entries_per_head, resolve_budget

@@ -18,10 +18,10 @@ from larder.core.images import NO_IMAGES, ImageSpans
 from larder.core.observation import Calibration, Prompts
 from larder.engine.progress_bar import progress_or_bar
 from larder.interop.dynamic_cache import FORMS
+from larder.models.batch_segment import BatchSegment
 from larder.models.calibration import calibrate
 from larder.models.decoder import Decoder
-from larder.models.forward_batch import BatchSegment, Observer
-from larder.models.observers import JoinedObserver
+from larder.models.observers import JoinedObserver, Observer
 from larder.models.verification import check_tokenizer
 from larder.policy.compensation.drop import Drop
 from larder.prefill.base import run_steps

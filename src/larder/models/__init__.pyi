@@ -8,6 +8,7 @@ from .attention_backend import attend as attend
 from .attention_backend import register_backend as register_backend
 from .attention_survey import AttentionSurvey as AttentionSurvey
 from .attention_survey import check_attention_kinds as check_attention_kinds
+from .batch_segment import BatchSegment as BatchSegment
 from .cacheblend import RECOMPUTE_SHARE as RECOMPUTE_SHARE
 from .cacheblend import ContextChunk as ContextChunk
 from .cacheblend import blend as blend
@@ -30,10 +31,7 @@ from .decoder import Inputs as Inputs
 from .decoder import TokenNumbers as TokenNumbers
 from .decoder_stack import DecoderStack as DecoderStack
 from .decoder_stack import SmallBatchHead as SmallBatchHead
-from .forward_batch import BatchSegment as BatchSegment
 from .forward_batch import ForwardBatch as ForwardBatch
-from .forward_batch import LayerActivations as LayerActivations
-from .forward_batch import Observer as Observer
 from .gguf import convert_gguf as convert_gguf
 from .in_memory import shared_decoder as shared_decoder
 from .introspection import TOLERANCE as TOLERANCE
@@ -113,6 +111,8 @@ from .measurements.utility import Utility as Utility
 from .model_packages import ADAPTER_WEIGHTS as ADAPTER_WEIGHTS
 from .model_packages import PACKAGED_MODELS as PACKAGED_MODELS
 from .observers import JoinedObserver as JoinedObserver
+from .observers import LayerActivations as LayerActivations
+from .observers import Observer as Observer
 from .placement import PageUse as PageUse
 from .placement import set_pages as set_pages
 from .processor import PROCESSOR_FILES as PROCESSOR_FILES

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from larder.models.attention_backend import CONTEXT_KEYWORD
-from larder.models.forward_batch import BatchSegment, ForwardBatch
+from larder.models.batch_segment import BatchSegment
+from larder.models.forward_batch import ForwardBatch
 from larder.policy.providers.base import ActivationProvider, GateProvider, column_providers
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from larder.ops.cpu.block_attention import BlockWork
 from larder.ops.cpu.segment_attention import StepWork, attend_segments, can_join
 
 if TYPE_CHECKING:
-    from larder.models.forward_batch import BatchSegment
+    from larder.models.batch_segment import BatchSegment
 
 
 class BlockSegments:

@@ -19,8 +19,9 @@ from torch.nn.modules.module import (
 
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import CacheError, ModelError
+from larder.models.batch_segment import BatchSegment
 from larder.models.decode_graph import BATCH_SIZES, DecodeGraphs, GraphCapture, GraphContractError
-from larder.models.forward_batch import BatchSegment, Observer
+from larder.models.observers import Observer
 from larder.models.placement import is_offloaded
 from larder.policy.providers.base import TokenProvider, column_providers
 

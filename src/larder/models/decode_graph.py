@@ -24,7 +24,7 @@ from larder.core.errors import CacheError, LarderError, ModelError
 from larder.core.spec import ModelSpec
 from larder.core.types import Keys, Queries, Values
 from larder.models.attention_backend import CONTEXT_KEYWORD, NO_MASK, AttentionInputs
-from larder.models.forward_batch import LayerActivations, Observer
+from larder.models.observers import LayerActivations, Observer
 from larder.ops.packing import write_to_device
 
 if TYPE_CHECKING:

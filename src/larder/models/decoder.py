@@ -24,17 +24,13 @@ from larder.models.attention_backend import (
     RenumberedAttention,
 )
 from larder.models.attention_survey import latent_hooks, survey_model
+from larder.models.batch_segment import BatchSegment, new_hidden, new_token_indices
 from larder.models.call_interruption import CallInterruptions
-from larder.models.forward_batch import (
-    BatchSegment,
-    ForwardBatch,
-    Observer,
-    new_hidden,
-    new_token_indices,
-)
+from larder.models.forward_batch import ForwardBatch
 from larder.models.introspection import call_uncached, check_unchanged, switch_attention
 from larder.models.layer_runner import LayerRunner, layer_runner_of
 from larder.models.lm_head import LMHead, text_body_of
+from larder.models.observers import Observer
 from larder.models.placement import loaded_tensor
 from larder.models.rope_frequencies import rope_limit
 from larder.ops.packing import device_tensor

@@ -6,10 +6,9 @@ position. Segments do not attend to each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,11 +19,10 @@ from torch import Tensor
 from larder.cache.forms.base import CacheLayer
 from larder.cache.new_tokens import NewTokens
 from larder.cache.recurrent_state import NO_STATE, RecurrentState
-from larder.cache.sequence import SequenceCache
 from larder.core.errors import ModelError
-from larder.core.images import NO_IMAGES, ImageSpans
-from larder.core.types import AppendKind, Keys, Mode, Queries, Values
+from larder.core.types import Keys, Mode, Queries, Values
 from larder.models.attention_backend import AttentionInputs, SteppedSegments
+from larder.models.batch_segment import BatchSegment
 from larder.models.call_interruption import BeforeLayer, no_calls
 from larder.models.observers import LayerActivations, Observer, StepObserver
 from larder.ops.attention import apply_sinks, sink_logits
@@ -40,55 +38,14 @@ if TYPE_CHECKING:
     from larder.models.paged_steps import PagedSteps
 
 
-@dataclass(frozen=True)
-class BatchSegment:
-    """Tokens of one sequence in a packed batch.
+class ForwardBatch:
+    """State of one forward call over packed segments. Used once.
 
     Args:
-        cache: the cache that they continue.
-        ids: the tokens.
-        sections: lengths that partition `ids` into texts that each continue the cache
-            independently, as several questions in scratch mode; one section by default.
-        shift: offset of the first position from the cache's next one, in tokens, negative for
-            earlier; for scratch mode.
-        append_kind: prefill or decode step, for append mode.
-        reread_ids: tokens of the cache that are re-read in front of `ids`.
-        reread_start: true position of the first of them.
-        images: images among `ids`.
+        mode: of the entries that the call makes: appended, scratch or probe.
+        device: of the packed ids and positions; layers may be on others.
+        observer: called with what each layer got of each segment; None for none.
     """
-
-    cache: SequenceCache
-    ids: tuple[int, ...]
-    sections: tuple[int, ...] = ()
-    shift: int = 0
-    append_kind: AppendKind = AppendKind.STEP
-    reread_ids: tuple[int, ...] = ()
-    reread_start: int = 0
-    images: ImageSpans = NO_IMAGES
-
-    @property
-    def section_lengths(self) -> tuple[int, ...]:
-        """Lengths of the sections, which is one where none are given."""
-        return self.sections or (len(self.ids),)
-
-    def positions(self) -> list[int]:
-        """True positions of `ids`; every section starts at the cache's next one plus `shift`."""
-        start = self.cache.next_position + self.shift
-        return [start + offset for part in self.section_lengths for offset in range(part)]
-
-    def all_positions(self) -> list[int]:
-        """True positions of all tokens that the model computes, re-read ones included."""
-        stop = self.reread_start + len(self.reread_ids)
-        return [*range(self.reread_start, stop), *self.positions()]
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that the model computes, re-read ones included."""
-        return len(self.reread_ids) + len(self.ids)
-
-
-class ForwardBatch:
-    """State of one forward call over packed segments. Used once."""
 
     def __init__(
         self,
@@ -113,7 +70,7 @@ class ForwardBatch:
         self._all_positions = [segment.all_positions() for segment in segments]
         # Tokens of each segment that the present layers take.
         self.widths = [segment.num_tokens for segment in segments]
-        packed = device_tensor([each for own in self._all_positions for each in own], device)
+        packed = device_tensor(list(chain.from_iterable(self._all_positions)), device)
         # True positions of each segment's tokens, by the device of the layers that take them.
         self._positions = {device: list(packed.split(self.widths))}
         self._device = device
@@ -147,7 +104,7 @@ class ForwardBatch:
         return sum(segment.num_tokens for segment in self.segments)
 
     def positions(self) -> Int[Tensor, "*axes 1 Q"]:
-        """`position_ids` of all tokens: true ones, or in A numbers where a cache holds those."""
+        """`position_ids` of all tokens: true positions, or those of A axes in a cache with such."""
         if all(segment.cache.model_positions.are_true for segment in self.segments):
             return torch.cat(self._positions[self._device])[None]
         parts = [self._model_positions(index) for index in range(len(self.segments))]
@@ -207,6 +164,11 @@ class ForwardBatch:
         self._firsts = [0, len(rows)]
 
     def attend(self, inputs: AttentionInputs) -> Queries:
+        """Append the tokens of all segments to a layer, attend, and report the layer.
+
+        Decode steps and blocks attend in a call together where their storage allows it, all other
+        segments one by one.
+        """
         self.before_layer()
         layer = self._spec.index_of(inputs.layer)
         self.called.add(layer)
@@ -215,15 +177,36 @@ class ForwardBatch:
             queries = inputs.queries_at(torch.cat(self._positions_on(queries.device)))
         sides = queries, inputs.keys, inputs.values
         blocks = self._block_segments(layer, *sides)
-        stepped = None if self._paged is None else self._paged.attend(layer, *sides)
-        if stepped is None:
-            stepped = self._attend_steps(layer, sides, blocks)
-        elif blocks is not None:
-            blocks.attend(None)
+        stepped = self._attend_together(layer, sides, blocks)
         if stepped is not None and len(stepped.segments) == len(self.segments):
             self._observe_all(layer, *sides)
             return stepped.out
         done = {} if stepped is None else stepped.by_segment()
+        return self._attend_rest(layer, sides, blocks, done)
+
+    def _attend_together(
+        self, layer: int, sides: tuple[Queries, Keys, Values], blocks: BlockSegments | None
+    ) -> SteppedSegments | None:
+        """Attention of decode steps, over pages or plain storage; blocks attend beside them."""
+        stepped = None if self._paged is None else self._paged.attend(layer, *sides)
+        if stepped is None:
+            return self._attend_steps(layer, sides, blocks)
+        if blocks is not None:
+            blocks.attend(None)
+        return stepped
+
+    def _attend_rest(
+        self,
+        layer: int,
+        sides: tuple[Queries, Keys, Values],
+        blocks: BlockSegments | None,
+        done: Mapping[int, Queries],
+    ) -> Queries:
+        """Packed output of all segments; those that are not done yet attend one by one.
+
+        Args:
+            done: outputs by segment.
+        """
         outs: list[Queries] = []
         parts = (side.split(self.widths, 1) for side in sides)
         for index, inputs_of_layer in enumerate(zip(*parts, strict=True)):
@@ -266,7 +249,8 @@ class ForwardBatch:
         return [self.segments[index].cache.step_layer(layer) for index in self._steps]
 
     def _step_storages(self, layer: int) -> list[StepStorage | None]:
-        """Storage of a layer of each of these; asked for once, as it may record logits."""
+        """Storage of a layer of each segment that appends one token; made once per layer, as it may
+        record logits."""
         found = self._storages.pop(layer, None)
         return [own.step_storage() for own in self._step_layers(layer)] if found is None else found
 
@@ -276,7 +260,7 @@ class ForwardBatch:
         """Maker of the table of all layers' storages, given new keys and values.
 
         None where layers attend one by one: where a segment does not append one token, or is not
-        stored plainly in that type of numbers. A caller that appends calls `finish_steps` next.
+        stored plainly in that dtype. A caller that appends calls `finish_steps` next.
         """
         is_alone = len(self._steps) < len(self.segments) or self._paged is not None
         if is_alone or self._spec.last_readers:
@@ -303,7 +287,7 @@ class ForwardBatch:
         return [found[number] for number in range(len(caches))]
 
     def _all_storages(self, dtype: torch.dtype) -> list[list[StepStorage]] | None:
-        """Storages of all layers, by layer and segment; None if there is one of another type."""
+        """Storages of all layers, by layer and segment; None unless all have that dtype."""
         whole = list[list[StepStorage]]()
         for layer in range(len(self._spec.layers)):
             found = self._step_storages(layer)
@@ -368,7 +352,9 @@ class ForwardBatch:
             storages = enumerate(self._step_storages(layer))
             found = [(n, own) for n, own in storages if own and own.keys.dtype is keys.dtype]
         if not found:
-            return None if blocks is None else blocks.attend(None)
+            if blocks is not None:
+                blocks.attend(None)
+            return None
         layers = self._step_layers(layer)
         segments = [self._steps[n] for n, _ in found]
         spec = layers[0].layer
@@ -378,7 +364,10 @@ class ForwardBatch:
         positions = [self._all_positions[index][0] for index in segments]
         storages = [own for _, own in found]
         work = StepWork(queries, keys, values, positions, storages, spec.scaling)
-        work.run() if blocks is None else blocks.attend(work)
+        if blocks is None:
+            work.run()
+        else:
+            blocks.attend(work)
         out, lse = work.state
         for (n, _), position in zip(found, positions, strict=True):
             layers[n].count_step(position)
@@ -461,7 +450,7 @@ class ForwardBatch:
             self._observer(index, layer, activations)
 
     def _inputs(self, index: int) -> dict[str, Tensor]:
-        """Captured inputs of the new tokens of one segment, and numbers of its images."""
+        """Captured inputs of the new tokens of one segment, and those of its images."""
         inputs = _image_inputs(self.segments[index], self._device)
         if not self.captured:
             return inputs
@@ -470,33 +459,15 @@ class ForwardBatch:
         return inputs | {name: captured[rows] for name, captured in self.captured.items()}
 
 
-def new_token_indices(segments: Sequence[BatchSegment]) -> list[int]:
-    """Indices, in the packed batch, of the tokens that are not re-read."""
-    own_positions, start = list[int](), 0
-    for segment in segments:
-        own_positions += range(start + len(segment.reread_ids), start + segment.num_tokens)
-        start += segment.num_tokens
-    return own_positions
-
-
-def new_hidden(
-    segments: Sequence[BatchSegment], hidden: Float[Tensor, "N hidden"]
-) -> list[Float[Tensor, "_ hidden"]]:
-    """Hidden states of each segment without those of tokens that were read again."""
-    given = hidden.split([segment.num_tokens for segment in segments])
-    pairs = zip(given, segments, strict=True)
-    return [part[len(segment.reread_ids) :] for part, segment in pairs]
-
-
 def _spread(
     own: Float[Tensor, "N *rest"], own_positions: Int[Tensor, " N"], count: int
 ) -> Float[Tensor, "Q *rest"]:
-    """Numbers of some of `count` consecutive tokens, with zeros for the others."""
+    """Values of some of `count` consecutive tokens, with zeros for the others."""
     return own.new_zeros(count, *own.shape[1:]).index_copy(0, own_positions.long(), own)
 
 
 def _image_inputs(segment: BatchSegment, device: torch.device) -> dict[str, Tensor]:
-    """Numbers that a cache has columns for, of the tokens of a segment with images."""
+    """Values of image providers that a cache has columns for, of a segment's tokens."""
     if not segment.images.spans:
         return {}
     is_image = segment.images.mask(len(segment.ids)).to(device)

@@ -27,9 +27,9 @@ from larder.core.errors import ModelError
 from larder.core.types import AppendKind, Mode, Queries
 from larder.models.activation_hooks import forward_hooks
 from larder.models.attention_backend import AttentionInputs, RenumberedAttention
+from larder.models.batch_segment import BatchSegment
 from larder.models.cacheblend import check_blendable
 from larder.models.decoder import Decoder
-from larder.models.forward_batch import BatchSegment
 from larder.models.introspection import call_uncached, check_unchanged
 from larder.ops.attention import causal_attention, masked_attention, merge_attention
 

@@ -30,7 +30,7 @@ from larder.core.errors import ModelError
 from larder.core.types import AppendKind
 from larder.models.activation_hooks import forward_hooks
 from larder.models.attention_backend import CONTEXT_KEYWORD, AttentionProbe
-from larder.models.forward_batch import BatchSegment
+from larder.models.batch_segment import BatchSegment
 
 
 class LayerPrefetch:

@@ -36,8 +36,9 @@ from larder.core.types import Keys, Mode, Positions, Queries, Values
 from larder.models.activation_hooks import forward_hooks
 from larder.models.attention_backend import AttentionInputs, AttentionProbe
 from larder.models.attention_survey import SURVEY_TOKENS
-from larder.models.forward_batch import BatchSegment, LayerActivations, Observer
+from larder.models.batch_segment import BatchSegment
 from larder.models.introspection import TOLERANCE
+from larder.models.observers import LayerActivations, Observer
 
 # Reads segments into their caches without logits, as `larder.models.decoder.Decoder.read` does.
 SegmentReader = Callable[[Sequence[BatchSegment], Mode, Observer | None], object]

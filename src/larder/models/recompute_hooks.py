@@ -22,7 +22,7 @@ from larder.core.spec import RecomputeSource
 from larder.core.types import AppendKind, Mode, Positions
 from larder.models.activation_hooks import forward_hooks
 from larder.models.attention_backend import CONTEXT_KEYWORD
-from larder.models.forward_batch import BatchSegment
+from larder.models.batch_segment import BatchSegment
 
 if TYPE_CHECKING:
     from larder.models.kv_cost import ModelShape

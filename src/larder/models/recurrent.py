@@ -29,7 +29,8 @@ from larder.core.spec import RecurrentSpec
 from larder.core.types import Mode
 from larder.models.activation_hooks import forward_hooks, is_numbered
 from larder.models.attention_backend import CONTEXT_KEYWORD
-from larder.models.forward_batch import BatchSegment, ForwardBatch
+from larder.models.batch_segment import BatchSegment
+from larder.models.forward_batch import ForwardBatch
 
 CONV, RECURRENT = "conv", "recurrent"  # kinds of tensors, as transformers names them
 # Kinds of layers in configurations that have a recurrent state, some beside attention; "mamba" in

@@ -19,8 +19,10 @@ from larder.core.errors import ModelError, UsageError
 from larder.core.spec import ModelSpec
 from larder.models.activation_hooks import forward_hooks
 from larder.models.attention_backend import CONTEXT_KEYWORD
+from larder.models.batch_segment import BatchSegment
 from larder.models.decoder import NO_INPUTS, Decoder, Inputs
-from larder.models.forward_batch import BatchSegment, ForwardBatch, Observer
+from larder.models.forward_batch import ForwardBatch
+from larder.models.observers import Observer
 
 # Tokens that go into a layer: called with its index and the true positions of those that came out
 # of the layer before; returns ascending indices, the last one among them, or None for all.

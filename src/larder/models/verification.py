@@ -16,8 +16,8 @@ from larder.cache.sequence import SequenceCache
 from larder.core.arguments import check_type
 from larder.core.errors import BadParameter, ModelError
 from larder.core.types import Mode
+from larder.models.batch_segment import BatchSegment
 from larder.models.decoder import Decoder
-from larder.models.forward_batch import BatchSegment
 from larder.models.introspection import (
     QUANTIZED_TOLERANCE,
     TOLERANCE,

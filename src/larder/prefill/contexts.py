@@ -23,8 +23,8 @@ from larder.core.arguments import check_count
 from larder.core.errors import ModelError
 from larder.core.spec import ModelSpec
 from larder.core.types import AppendKind, Mode
+from larder.models.batch_segment import BatchSegment
 from larder.models.decoder import Decoder
-from larder.models.forward_batch import BatchSegment
 
 BLOCK_TOKENS = 1024  # bounds activations; blocks of any size give the same entries
 DEFAULT_SOURCE_BYTES = 2**30

@@ -17,7 +17,7 @@ from torch import Tensor
 from larder.cache.sequence import SequenceCache
 from larder.core.observation import Phase, ScratchPrompt
 from larder.core.plan import StepRule
-from larder.models.forward_batch import BatchSegment
+from larder.models.batch_segment import BatchSegment
 from larder.models.observers import LayerActivations, Observer, StepObserver
 from larder.ops.cpu.decode_attention import EvictionStorage
 from larder.policy.planner import Planner

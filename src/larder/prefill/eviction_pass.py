@@ -16,7 +16,7 @@ from larder.cache.sequence import SequenceCache
 from larder.core.observation import LayerScores, Observation, Phase, ScratchPrompt
 from larder.core.plan import Plan
 from larder.core.types import Packed
-from larder.models.forward_batch import LayerActivations, Observer
+from larder.models.observers import LayerActivations, Observer
 from larder.ops.rope import rerotate_per_head
 from larder.policy.planner import Planner
 from larder.prefill.memory import PeakMemoryMeter

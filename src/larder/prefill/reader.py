@@ -18,8 +18,9 @@ from larder.core.images import NO_IMAGES, ImageSpans
 from larder.core.observation import Prompts, ScratchPrompt
 from larder.core.spelling import spell
 from larder.core.types import AppendKind, Mode
+from larder.models.batch_segment import BatchSegment
 from larder.models.decoder import Decoder
-from larder.models.forward_batch import BatchSegment, Observer
+from larder.models.observers import Observer
 from larder.policy.planner import Planner
 from larder.policy.providers.base import DraftProvider, select_providers
 from larder.policy.scorers.base import Scorer
@@ -35,7 +36,7 @@ from larder.prefill.memory import EntryCapacity, PeakMemoryMeter
 if TYPE_CHECKING:
     from larder.models.token_selection import ChooseTokens
 
-# Latest tokens that are read again where numbers of tokens are known only behind a pass.
+# Latest tokens that are read again where token providers (such as surprise) need a whole pass.
 REREAD_TOKENS = 32
 
 
@@ -90,12 +91,12 @@ class PrefillReader:
             self.decoder.read(segments, Mode.APPEND, observer, inputs)
             return
         start = sequences[0].cache.next_position
-        numbers = self.decoder.forward_token_numbers(
+        columns = self.decoder.forward_token_numbers(
             segments, Mode.APPEND, providers, observer, inputs
         )
-        for segment, number in zip(segments, numbers, strict=True):
+        for segment, by_name in zip(segments, columns, strict=True):
             for layer in self.quotas:
-                segment.cache.write_token_columns(layer, number, start)
+                segment.cache.write_token_columns(layer, by_name, start)
 
     def read_and_evict_steps(
         self,
@@ -205,7 +206,7 @@ class PrefillReader:
             block: tokens to score; `ids` are its last ones.
             choose: tokens that go into each layer.
             listener: called with what each managed layer was scored by; at the end, by all prompts.
-            scorer: what says which prompts are read behind the text.
+            scorer: names the scratch prompts that are read behind the text.
         """
         from larder.models.token_selection import read_narrowing  # few policies narrow
 
@@ -310,8 +311,8 @@ class PrefillReader:
     ) -> tuple[ScratchPrompt, ...]:
         """Scratch prompts of a sequence.
 
-        Numbers that are made of logits are known only after a pass, when all layers are done, so
-        their readers get a second pass over the latest tokens.
+        What token providers make of logits is known only after a pass, when all layers are done, so
+        scorers that read it get a second pass over the latest tokens.
         """
         scratches = self.planner.scorer.scratch(block, start, sequence.prompts)
         if scratches or not self.planner.token_providers:

@@ -9,8 +9,9 @@ from torch import Tensor
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import UsageError
 from larder.core.types import Mode
+from larder.models.batch_segment import BatchSegment
 from larder.models.decoder import Decoder
-from larder.models.forward_batch import BatchSegment, LayerActivations
+from larder.models.observers import LayerActivations
 from larder.policy.providers.base import SoftEntryProvider
 from larder.prefill.eviction_pass import LayerInputs
 

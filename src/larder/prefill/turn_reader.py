@@ -19,8 +19,9 @@ from larder.cache.recurrent_state import CacheCheckpoint
 from larder.cache.sequence import SequenceCache
 from larder.core.observation import Prompts
 from larder.core.types import AppendKind, Mode
+from larder.models.batch_segment import BatchSegment
 from larder.models.decoder import Decoder
-from larder.models.forward_batch import BatchSegment, Observer
+from larder.models.observers import Observer
 from larder.prefill.base import Steps, TurnRule, run_steps, split_blocks
 from larder.prefill.decode_eviction import DecodeEviction
 from larder.prefill.memory import EntryCapacity, PeakMemoryMeter

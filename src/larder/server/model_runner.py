@@ -9,9 +9,9 @@ from itertools import accumulate
 from torch import Tensor
 
 from larder.core.types import AppendKind, Mode
+from larder.models.batch_segment import BatchSegment
 from larder.models.decoder import Decoder
-from larder.models.forward_batch import BatchSegment, Observer
-from larder.models.observers import JoinedObserver
+from larder.models.observers import JoinedObserver, Observer
 from larder.server.request import TokenLogprob
 from larder.server.request_state import RequestState
 from larder.server.token_logprobs import TokenTexts, token_logprobs

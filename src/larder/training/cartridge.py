@@ -31,9 +31,9 @@ from larder.core.spec import ModelSpec
 from larder.core.types import Mode, Queries
 from larder.engine.engine import Engine
 from larder.models.attention_backend import AttentionInputs
+from larder.models.batch_segment import BatchSegment
 from larder.models.cartridges import METHOD
 from larder.models.decoder import Decoder
-from larder.models.forward_batch import BatchSegment
 from larder.models.learned_weights import Card, LayerTensors, LearnedWeights
 from larder.models.lm_head import LMHead
 from larder.prefill.base import Progress

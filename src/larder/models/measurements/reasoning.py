@@ -26,10 +26,11 @@ from torch import Tensor
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import BadParameter
 from larder.core.types import Mode
+from larder.models.batch_segment import BatchSegment
 from larder.models.decoder import Decoder
-from larder.models.forward_batch import BatchSegment, LayerActivations
 from larder.models.measurements._attention_capture import flatten_layers
 from larder.models.measurements.base import Granularity, Measurement, SampleText
+from larder.models.observers import LayerActivations
 from larder.ops.attention import cap_logits, sink_logits
 from larder.ops.attention_weights import softmax_with_sinks
 

@@ -7,7 +7,7 @@ from time import perf_counter
 
 from larder.cache.sequence import SequenceCache
 from larder.core.types import AppendKind, Mode
-from larder.models.forward_batch import BatchSegment
+from larder.models.batch_segment import BatchSegment
 from larder.models.lm_head import LOGITS_CHUNK
 from larder.server.image_prompts import ImagePromptEncoder
 from larder.server.request_state import RequestState

@@ -27,8 +27,8 @@ from larder.core.errors import BadParameter
 from larder.core.spec import LayerSpec
 from larder.core.types import Keys, Mode, Queries
 from larder.models.attention_backend import AttentionInputs, CausalAttention, RenumberedAttention
+from larder.models.batch_segment import BatchSegment
 from larder.models.decoder import Decoder
-from larder.models.forward_batch import BatchSegment
 from larder.models.introspection import call_uncached
 from larder.models.learned_weights import LayerTensors
 from larder.models.measurements._needles import NeedleSettings
