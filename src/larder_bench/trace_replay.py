@@ -95,20 +95,20 @@ class SimulatedTier(ReplayTier):
     """Tier that holds objects of a trace within a capacity in bytes.
 
     Args:
-        rule: eviction policy.
-        foresight: gives the rule the time of the next read of each object, as `steps`; hints and
+        policy: eviction policy.
+        foresight: gives the policy the time of the next read of each object, as `steps`; hints and
             pins are ignored then.
     """
 
     def __init__(
         self,
         trace: Trace,
-        rule: EvictionPolicy,
+        policy: EvictionPolicy,
         budget_bytes: int,
         foresight: FutureReads | None = None,
     ) -> None:
         self.counts = ReplayCounts()
-        self._trace, self._rule, self._budget = trace, rule, budget_bytes
+        self._trace, self._policy, self._budget = trace, policy, budget_bytes
         self._objects, self._foresight = trace.objects, foresight
         self._rows: dict[int, int] = {}  # rows of cached objects, by object id
         self._columns = CandidateColumns.empty(256)
@@ -263,7 +263,7 @@ class SimulatedTier(ReplayTier):
         if lacking <= 0:
             return True
         held = self._columns.first(len(self._rows))
-        victims = self._rule.select_victims(held, now, lacking)
+        victims = self._policy.select_victims(held, now, lacking)
         self._clock = max(self._clock, victims.clock)
         for object_id in held.codes[list(victims.rows)].tolist():
             self._drop(object_id)
@@ -285,21 +285,21 @@ class SimulatedTier(ReplayTier):
 
 
 def replay_trace(
-    trace: Trace, rule: EvictionPolicy, budget_bytes: int, foresight: FutureReads | None = None
+    trace: Trace, policy: EvictionPolicy, budget_bytes: int, foresight: FutureReads | None = None
 ) -> ReplayCounts:
     """Savings of a tier with a capacity over a whole trace."""
-    tier = SimulatedTier(trace, rule, budget_bytes, foresight)
+    tier = SimulatedTier(trace, policy, budget_bytes, foresight)
     for event in trace.events:
         event.play(tier)
     return tier.counts
 
 
 def best_rule(
-    trace: Trace, rules: Sequence[EvictionPolicy], budget_bytes: int, share: float = 0.1
+    trace: Trace, policies: Sequence[EvictionPolicy], budget_bytes: int, share: float = 0.1
 ) -> Any:
     """Rule that saves most seconds on the first part of a trace; of equal ones the first."""
     head = replace(trace, events=trace.events[: max(1, int(share * len(trace.events)))])
-    return max(rules, key=lambda rule: replay_trace(head, rule, budget_bytes).hit_seconds)
+    return max(policies, key=lambda policy: replay_trace(head, policy, budget_bytes).hit_seconds)
 
 
 def _doubled_capacity(columns: CandidateColumns) -> CandidateColumns:

@@ -66,13 +66,13 @@ def test_tuner_replays_five_times_the_requests_before_the_first_eviction() -> No
     tuner = EvictionTuner(Marconi(), lambda: 200)
     uses = trace({"a": 90.0, **dict.fromkeys("bcdefgh", 1.0)}, "abcdaefgahbcaefgahbc")
     for number, use in enumerate(uses[:15], start=1):
-        assert tuner.rule == Marconi() and tuner.is_observing
+        assert tuner.policy == Marconi() and tuner.is_observing
         tuner.note_use(use)
         if number in (3, 4):
             tuner.note_eviction()
     tuner.join()
     assert not tuner.is_observing
-    assert tuner.rule == best_variant(uses[:15], VARIANTS, 200) != Marconi()
+    assert tuner.policy == best_variant(uses[:15], VARIANTS, 200) != Marconi()
 
 
 def test_policy_without_variants_is_not_tuned() -> None:
@@ -81,7 +81,7 @@ def test_policy_without_variants_is_not_tuned() -> None:
     tuner.note_eviction()
     for use in LONG:
         tuner.note_use(use)
-    assert tuner.rule is lru and not tuner.is_observing
+    assert tuner.policy is lru and not tuner.is_observing
 
 
 def test_attention_operations_are_quadratic_without_windows() -> None:

@@ -89,7 +89,7 @@ class EngineCore:
         self.constraints = engine.constraints
         self.context = _context_tokens(engine, options.max_model_len)
         self.serving = ServingPolicy.of(engine)
-        self._exact = self._exact_rule()
+        self._exact = self._exact_policy()
         self.ledger = ByteLedger(options.budgets)
         self.reservations = DeviceReservations(self.ledger)
         self.images = ImagePromptEncoder(engine.processor, engine.loaded.decoder, engine.tokenizer)
@@ -323,18 +323,18 @@ class EngineCore:
         """Backend of the sessions under a policy."""
         return self._chat if serving.is_chat else self._prefix
 
-    def _exact_rule(self) -> ServingPolicy:
+    def _exact_policy(self) -> ServingPolicy:
         """Policy of exact requests: the server's own where that is lossless."""
         is_exact = not (self.serving.is_chat or self.serving.policy.schedule.cache_form)
         return self.serving if is_exact else self.serving.exact()
 
     def _new_tiers(self, eviction: str, disk: DiskTier) -> TierManager:
         """Memory tiers under the eviction policy of a name."""
-        rule, operations = EVICTIONS.load(eviction)(), _operations(self.engine)
+        eviction_policy, operations = EVICTIONS.load(eviction)(), _operations(self.engine)
         return TierManager(
             self.ledger,
             self.reservations,
-            rule,
+            eviction_policy,
             self.clock,
             disk,
             self.completions,
@@ -344,8 +344,8 @@ class EngineCore:
 
     def _new_contexts(self) -> ContextPrompts:
         """Contexts of requests, with their chunks in host memory."""
-        rule = EVICTIONS.load(self.serving.policy.schedule.chunk_eviction)()
-        chunks = HostChunks(self.ledger, rule, _operations(self.engine))
+        eviction_policy = EVICTIONS.load(self.serving.policy.schedule.chunk_eviction)()
+        chunks = HostChunks(self.ledger, eviction_policy, _operations(self.engine))
         return ContextPrompts(self.engine.tokenizer, self.ledger, chunks)
 
     def _new_scheduler(self, options: EngineOptions) -> Scheduler:
@@ -377,9 +377,9 @@ class EngineCore:
 
     def _new_restorer(self) -> SessionRestorer:
         """Restorer of sessions under the policies of this engine core."""
-        rules = (self.serving,) if self._exact is self.serving else (self.serving, self._exact)
+        policies = (self.serving,) if self._exact is self.serving else (self.serving, self._exact)
         decoder = self.engine.loaded.decoder
-        return SessionRestorer(decoder, self.sessions, self._persistence, rules, self._charged)
+        return SessionRestorer(decoder, self.sessions, self._persistence, policies, self._charged)
 
     def _idle_demand(self, session: SessionState) -> MemoryDemand:
         """Upper bound of the device memory of an idle session."""

@@ -55,7 +55,7 @@ class HostChunks:
     A chunk is found by its own tenant alone. For the model's thread.
 
     Args:
-        rule: eviction policy. `gdsf` is the priority of RAGCache (arXiv:2404.12457, section 5.1):
+        policy: eviction policy. `gdsf` is the priority of RAGCache (arXiv:2404.12457, section 5.1):
             clock + frequency * cost / size, and a chunk leaves after those that were read behind
             it. What differs: the cost is what a chunk adds to those before it, by operations; the
             paper interpolates measured times, and averages them over all that a request computes.
@@ -65,10 +65,10 @@ class HostChunks:
     def __init__(
         self,
         ledger: ByteLedger,
-        rule: EvictionPolicy = Lru(),  # noqa: B008, frozen
+        policy: EvictionPolicy = Lru(),  # noqa: B008, frozen
         operations: Callable[[int], float] = float,
     ) -> None:
-        self._ledger, self._rule, self._operations = ledger, rule, operations
+        self._ledger, self._policy, self._operations = ledger, policy, operations
         self.state_layers: tuple[int, ...] = ()  # before which states are kept for other models
         self._held = dict[tuple[str, HostKey], HostChunk]()
         self._names = dict[tuple[str, tuple[int, ...]], str]()  # by tenant and text to the end
@@ -172,7 +172,7 @@ class HostChunks:
             if tenant in (None, key[0]) and held.candidate.name not in staying
         ]
         columns = CandidateColumns.of([self._held[key].candidate for key in keys])
-        order = self._rule.select_victims(columns, float(self._uses), count)
+        order = self._policy.select_victims(columns, float(self._uses), count)
         self._clock = max(self._clock, order.clock)
         for row in order.rows:
             held = self._held.pop(keys[row])

@@ -41,7 +41,7 @@ class SessionRestorer:
 
     Args:
         persistence: has the stored sessions.
-        rules: policies that sessions may have; the first is the default.
+        policies: those that sessions may have; the first is the default.
         charge: charges a new session, or raises.
     """
 
@@ -50,11 +50,11 @@ class SessionRestorer:
         decoder: Decoder,
         sessions: SessionIndex,
         persistence: SessionPersistence,
-        rules: Sequence[ServingPolicy],
+        policies: Sequence[ServingPolicy],
         charge: Callable[[SessionState], SessionState],
     ) -> None:
         self._decoder, self._sessions, self._persistence = decoder, sessions, persistence
-        self._rules, self._charge = rules, charge
+        self._policies, self._charge = policies, charge
         self.passed_over, self.restarted = ReasonCounter(), ReasonCounter()
 
     def restore(self, tenant: str, name: str) -> None:
@@ -114,7 +114,7 @@ class SessionRestorer:
         Raises:
             ApiError: 409 `session_exists`.
         """
-        session = self._sessions.open(tenant, name, self._rules[0])
+        session = self._sessions.open(tenant, name, self._policies[0])
         session.transcript.opening_messages = transcript.opening_messages
         session.transcript.turns = transcript.turns
         session.transcript.epoch = len(transcript.turns)
@@ -141,7 +141,7 @@ class SessionRestorer:
         usage.answered = float(stored.labels.get(ANSWERED_LABEL, 0.0))
         usage.think_times.extend(map(float, stored.labels.get(PAUSES_LABEL, "").split()))
         usage.is_pinned = stored.labels.get(PINNED_LABEL) == YES
-        for serving in self._rules:
+        for serving in self._policies:
             if stored.saved_cache is not None and str(serving.policy) == stored.policy:
                 session.serving, session.residency.saved_cache = serving, stored.saved_cache
                 session.residency.is_lossless = stored.saved_cache.is_lossless

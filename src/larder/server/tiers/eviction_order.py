@@ -25,13 +25,13 @@ class EvictionTuner:
     """Eviction policy that is chosen once. For the model's thread; another one replays requests.
 
     Args:
-        rule: the policy until then, and for good if it has no variants.
+        policy: the policy until then, and for good if it has no variants.
         capacity: bytes of the tier.
     """
 
-    def __init__(self, rule: EvictionPolicy, capacity: Callable[[], int]) -> None:
-        self.rule, self._capacity = rule, capacity
-        self._variants = rule.variants()
+    def __init__(self, policy: EvictionPolicy, capacity: Callable[[], int]) -> None:
+        self.policy, self._capacity = policy, capacity
+        self._variants = policy.variants()
         self._uses = deque[StateUse](maxlen=MAX_USES)
         self._count = self._wanted = 0
         self._thread: Thread | None = None
@@ -61,7 +61,7 @@ class EvictionTuner:
             self._thread.join()
 
     def _tune(self, uses: Sequence[StateUse]) -> None:
-        self.rule = best_variant(uses, self._variants, self._capacity())
+        self.policy = best_variant(uses, self._variants, self._capacity())
 
 
 def prefill_operations(spec: ModelSpec, num_weights: int, tokens: int) -> float:
@@ -110,7 +110,7 @@ class SessionEvictionOrder:
         idle = [each for each in idle if each is not excluded]
         idle = [each for each in idle if tenant in (None, each.tenant)]
         columns = CandidateColumns.of([self._candidate(each) for each in idle])
-        victims = self.tuner.rule.select_victims(columns, self._now(), missing)
+        victims = self.tuner.policy.select_victims(columns, self._now(), missing)
         self._clocks[tier] = max(self.clock(tier), victims.clock)
         return [idle[row] for row in victims.rows]
 

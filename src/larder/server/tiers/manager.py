@@ -40,7 +40,7 @@ class TierManager:
     `parked` and `restored` count moves by tier; `dropped` counts dropped caches.
 
     Args:
-        rule: eviction policy.
+        policy: eviction policy.
         clock: seconds since 1970.
         disk: stores caches for which memory has no room.
         unload: removes a session from memory, if possible.
@@ -51,7 +51,7 @@ class TierManager:
         self,
         ledger: ByteLedger,
         reservations: DeviceReservations,
-        rule: EvictionPolicy,
+        policy: EvictionPolicy,
         clock: Callable[[], float],
         disk: DiskTier,
         completions: CompletionQueue,
@@ -59,9 +59,9 @@ class TierManager:
         operations: Callable[[int], float] = float,
     ) -> None:
         self._ledger, self._reservations, self._unload = ledger, reservations, unload
-        self.prefetches = rule.prefetches
-        tuner = EvictionTuner(rule, lambda: ledger.limit(Tier.DEVICE))
-        cost = operations if rule.counts_operations else disk.seconds_to_read
+        self.prefetches = policy.prefetches
+        tuner = EvictionTuner(policy, lambda: ledger.limit(Tier.DEVICE))
+        cost = operations if policy.counts_operations else disk.seconds_to_read
         self._order, self.disk = SessionEvictionOrder(tuner, clock, reservations, cost), disk
         self._writer = DiskTierWriter(ledger, disk, completions, self.write_next)
         self.on_device: dict[int, SessionState] = {}

@@ -46,18 +46,18 @@ class DiskEviction:
     """Eviction of saved caches under a full disk budget. Safe from threads.
 
     Args:
-        rule: eviction policy.
+        policy: eviction policy.
     """
 
     def __init__(
         self,
-        rule: EvictionPolicy,
+        policy: EvictionPolicy,
         manifest: Manifest,
         epochs: SessionEpochs,
         chunks: ChunkIndex,
         blobs: TenantBlobs,
     ) -> None:
-        self._rule, self._manifest, self._epochs = rule, manifest, epochs
+        self._policy, self._manifest, self._epochs = policy, manifest, epochs
         self._chunks, self._blobs = chunks, blobs
         self._clock = 0.0
         self._clocks: dict[str, tuple[float, float]] = {}  # by name, at what last use
@@ -76,7 +76,7 @@ class DiskEviction:
         is_own = ledger.limit(Tier.DISK) - ledger.used(Tier.DISK) >= count
         found = self._candidates(ledger.group_of(tenant) if is_own else None)
         columns = CandidateColumns.of([candidate for candidate, _ in found])
-        order = self._rule.select_victims(columns, self._manifest.clock(), wanted)
+        order = self._policy.select_victims(columns, self._manifest.clock(), wanted)
         self._clock = max(self._clock, order.clock)
         for row in order.rows:
             self._evict(found[row][1])

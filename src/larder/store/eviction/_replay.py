@@ -26,7 +26,7 @@ class StateUse:
     cost: float
 
 
-def saved_cost(uses: Sequence[StateUse], rule: EvictionPolicy, capacity: int) -> float:
+def saved_cost(uses: Sequence[StateUse], policy: EvictionPolicy, capacity: int) -> float:
     """Cost that a tier saves in a sequence of requests: that of the states that it still holds
     when their sessions are used again.
 
@@ -45,7 +45,7 @@ def saved_cost(uses: Sequence[StateUse], rule: EvictionPolicy, capacity: int) ->
         missing = int(states.bytes[is_held].sum()) + use.bytes - capacity
         if missing > 0:
             held = np.flatnonzero(is_held)
-            victims = rule.select_victims(states.take(held), use.time, missing)
+            victims = policy.select_victims(states.take(held), use.time, missing)
             is_held[held[list(victims.rows)]] = False
             clock = max(clock, victims.clock)
         states.bytes[row], states.seconds[row] = use.bytes, use.cost
@@ -59,4 +59,4 @@ def best_variant(
     uses: Sequence[StateUse], variants: Sequence[EvictionPolicy], capacity: int
 ) -> EvictionPolicy:
     """Policy that saves most in a sequence of requests; of equal ones the first."""
-    return max(variants, key=lambda rule: saved_cost(uses, rule, capacity))
+    return max(variants, key=lambda policy: saved_cost(uses, policy, capacity))
