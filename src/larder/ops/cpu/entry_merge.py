@@ -152,11 +152,6 @@ def thresholded_folds(
     return moved, (froms[:folds], intos[:folds], weights[:folds])
 
 
-def _check_folds(count: int) -> None:
-    if count < 0:
-        raise MemoryError("The merges of entries could not allocate their buffers.")
-
-
 def spread_folds(
     mass: Float[Tensor, " C"],
     starts: Int64[Tensor, " K"],
@@ -168,40 +163,27 @@ def spread_folds(
     drawn: Float[Tensor, " _"],
 ) -> tuple[Int64[Tensor, " G"], Int64[Tensor, " G"], Float[Tensor, " G"], Float[Tensor, " G"]]:
     """Kernel of `spread_folds`; sums are in another order than with torch."""
-    if (library := c_library()) is not None:
-        return _spread_in_c(library, mass, starts, lengths, kept, new_lengths, gone, window, drawn)
-    from larder.ops.cpu import entry_merge_kernels as kernels
+    library = c_library()
+    if library is None:
+        from larder.ops.cpu import entry_merge_kernels as kernels
 
-    folds = kernels.spread_folds(
-        gone.numpy(),
-        kept.contiguous().numpy(),
-        starts.numpy(),
-        lengths.numpy(),
-        np.array(new_lengths, np.int64),
-        mass.detach().contiguous().numpy(),
-        window,
-        drawn.double().numpy(),
-    )
-    sources, targets, key_weights, value_weights = map(torch.from_numpy, folds)
-    return sources, targets, key_weights, value_weights
-
-
-def _spread_in_c(
-    library: CDLL,
-    mass: Float[Tensor, " C"],
-    starts: Int64[Tensor, " K"],
-    lengths: Int64[Tensor, " K"],
-    kept: Int64[Tensor, " N"],
-    new_lengths: tuple[int, ...],
-    gone: Int64[Tensor, " F"],
-    window: int,
-    drawn: Float[Tensor, " _"],
-) -> tuple[Int64[Tensor, " G"], Int64[Tensor, " G"], Float[Tensor, " G"], Float[Tensor, " G"]]:
+        folds = kernels.spread_folds(
+            gone.numpy(),
+            kept.contiguous().numpy(),
+            starts.numpy(),
+            lengths.numpy(),
+            np.array(new_lengths, np.int64),
+            mass.detach().contiguous().numpy(),
+            window,
+            drawn.double().numpy(),
+        )
+        sources, targets, key_weights, value_weights = map(torch.from_numpy, folds)
+        return sources, targets, key_weights, value_weights
     remaining = torch.tensor(new_lengths, dtype=torch.int64)
     froms, intos = torch.empty(2, 2 * len(gone) * window, dtype=torch.int64)
     key_weights, value_weights = torch.empty(2, len(froms))
     given = mass.detach().float(), starts, lengths, remaining, kept, gone, drawn.float()
-    held = [part.contiguous() for part in given]
+    held = [part.contiguous() for part in given]  # the call has addresses of these
     names = "mass", "starts", "lengths", "new_lengths", "kept", "gone", "drawn"
     call = SpreadingCall(
         **{name: part.data_ptr() for name, part in zip(names, held, strict=True)},
@@ -281,3 +263,8 @@ def _sum_rows(
     )
     count = library.larder_sum_rows(byref(call))
     return into[:count], sums[:count]
+
+
+def _check_folds(count: int) -> None:
+    if count < 0:
+        raise MemoryError("The merges of entries could not allocate their buffers.")
