@@ -93,18 +93,18 @@ def _messages(run: QuestionRun) -> tuple[PageMessage, ...]:
     """Transcript cut into messages; every token of the context is in exactly one."""
     conversation, transcript = run.memory.conversation, run.memory.transcript
     text, starts = run.engine.tokenizer.render_conversation(conversation)
-    pieces = token_texts(text, starts)
+    tokens = token_texts(text, starts)
     last = transcript.spans[-1][1]
     stops = [stop for _, stop in transcript.spans]
     if conversation.form is PromptLayout.CHAT:
-        stops[-1] = len(pieces)  # tokens that close the last turn
-    cut = [pieces[start:stop] for start, stop in pairwise([0, *stops])]
+        stops[-1] = len(tokens)  # tokens that close the last turn
+    cut = [tokens[start:stop] for start, stop in pairwise([0, *stops])]
     shown = [
         _message(m, own) for m, own in zip(_messages_with_dates(conversation), cut, strict=True)
     ]
-    if conversation.form is not PromptLayout.CHAT and last < len(pieces):
+    if conversation.form is not PromptLayout.CHAT and last < len(tokens):
         shown.append(
-            _message(Message("assistant", ACKNOWLEDGEMENT, date=shown[-1].date), pieces[last:])
+            _message(Message("assistant", ACKNOWLEDGEMENT, date=shown[-1].date), tokens[last:])
         )
     if conversation.opening:
         shown = _with_opening(conversation, shown)
@@ -122,19 +122,19 @@ def _messages_with_dates(conversation: Conversation) -> Iterator[Message]:
         yield replace(message, date=date)
 
 
-def _message(message: Message, pieces: tuple[str, ...]) -> PageMessage:
+def _message(message: Message, tokens: tuple[str, ...]) -> PageMessage:
     """Message with the counts of template tokens before and after its content."""
-    content, joined = message.content.strip(), "".join(pieces)
+    content, joined = message.content.strip(), "".join(tokens)
     begin = joined.find(content)
     lead, tail = 0, 0
     if begin >= 0:
-        ends = list(accumulate(len(piece) for piece in pieces))
+        ends = list(accumulate(len(token) for token in tokens))
         lead = sum(end <= begin for end in ends)
         tail = sum(
-            end - len(p) >= begin + len(content) for end, p in zip(ends, pieces, strict=True)
+            end - len(p) >= begin + len(content) for end, p in zip(ends, tokens, strict=True)
         )
-    tail = min(tail, len(pieces) - lead)
-    return PageMessage(message.role, message.speaker, message.date, pieces, lead, tail)
+    tail = min(tail, len(tokens) - lead)
+    return PageMessage(message.role, message.speaker, message.date, tokens, lead, tail)
 
 
 def _with_opening(conversation: Conversation, messages: list[PageMessage]) -> list[PageMessage]:

@@ -98,7 +98,7 @@ def blend(
         BadParameter: the share is out of range, or there are no tokens.
         ModelError: the model has sliding windows, a single layer, or an unknown key rotation.
     """
-    ids = [token for piece in chunks for token in piece.ids]
+    ids = [token for chunk in chunks for token in chunk.ids]
     if not 0 <= share <= 1 or not ids:
         raise BadParameter(f"blend needs tokens and a share in [0, 1], got {len(ids)} and {share}.")
     check_blendable(decoder.spec)
@@ -189,16 +189,16 @@ def joined_layers(
     """Keys and values of all chunks by layer, keys rotated to their new positions; zeros if new."""
     keys: list[Keys] = []
     values: list[Values] = []
-    count = sum(len(piece.ids) for piece in chunks)
+    count = sum(len(chunk.ids) for chunk in chunks)
     for layer in spec.layers:
         shape = (layer.kv_heads, count, layer.head_dim)
         keys.append(torch.zeros(shape, dtype=spec.dtype, device=spec.device))
         values.append(torch.zeros_like(keys[-1]))
     start = 0
-    for piece in chunks:
-        stop = start + len(piece.ids)
-        if piece.entries is not None:
-            moved = piece.entries.moved_to(start, spec)
+    for chunk in chunks:
+        stop = start + len(chunk.ids)
+        if chunk.entries is not None:
+            moved = chunk.entries.moved_to(start, spec)
             for index in range(len(spec.layers)):
                 keys[index][:, start:stop] = moved.keys[index]
                 values[index][:, start:stop] = moved.values[index]

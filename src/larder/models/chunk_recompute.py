@@ -68,7 +68,7 @@ def recompute_tokens(
         ModelError: the model has sliding windows, a single layer, or an unknown key rotation.
     """
     check_blendable(decoder.spec)
-    ids = [token for piece in chunks for token in piece.ids]
+    ids = [token for chunk in chunks for token in chunk.ids]
     sums = [_ChunkAttention(chunks, index, first) for index in profiled]
     fusion = _ChosenFusion(decoder, chunks, chosen, sums)
     if len(chosen):
@@ -121,9 +121,9 @@ class _ChunkAttention:
 
     def __init__(self, chunks: Sequence[ContextChunk], index: int, first: int) -> None:
         self.index = index
-        edges = list(pairwise(accumulate((len(piece.ids) for piece in chunks), initial=0)))
+        edges = list(pairwise(accumulate((len(chunk.ids) for chunk in chunks), initial=0)))
         self._own, self._before = edges[index], edges[first:index]
-        self._ids = tuple(piece.ids for piece in chunks[first:index])
+        self._ids = tuple(chunk.ids for chunk in chunks[first:index])
         self._inter = list[list[float]]()
         self._intra = list[float]()
         self._tokens = torch.zeros(len(chunks[index].ids))

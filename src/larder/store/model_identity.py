@@ -182,8 +182,8 @@ def _digest_of_file(file: Path) -> str:
 
     hasher = blake3()
     with open(file, "rb") as opened:
-        while piece := opened.read(READ_BYTES):
-            hasher.update(piece)
+        while data := opened.read(READ_BYTES):
+            hasher.update(data)
     return hasher.hexdigest()
 
 

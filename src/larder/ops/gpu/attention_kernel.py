@@ -1,7 +1,7 @@
 """Attention over pages by Triton kernels: any dtype, biases and softcaps, many programs a segment.
 
-Decode steps cut each segment into pieces of `SPLIT_TOKENS` entries, one program each, which a
-second launch joins by their log-sum-exps (Flash-Decoding). Pieces begin at fixed places, so that
+Decode steps cut each segment into splits of `SPLIT_TOKENS` entries, one program each, which a
+second launch joins by their log-sum-exps (Flash-Decoding). Splits begin at fixed indices, so that
 the bits of a segment depend neither on other segments nor on the width of the table. Passes of
 more queries take one program per block of queries.
 """
@@ -46,20 +46,20 @@ def paged_attention(
     out, lse = torch.empty_like(queries), queries.new_empty(queries.shape[:3], dtype=torch.float32)
     room = tables.table.shape[1] * keys.shape[1]
     if rows > SPLIT_ROWS:
-        _attend_pieces(queries, keys, values, tables, scaling, bias, softcap, room, out, lse)
+        _attend_splits(queries, keys, values, tables, scaling, bias, softcap, room, out, lse)
         return out, lse
     shape = triton.cdiv(room, SPLIT_TOKENS), *queries.shape
     parts = torch.empty(shape, dtype=torch.float32, device=queries.device)
     part_lse = torch.empty(shape[:-1], dtype=torch.float32, device=queries.device)
     given = queries, keys, values, tables, scaling, bias, softcap
-    _attend_pieces(*given, SPLIT_TOKENS, parts, part_lse)
+    _attend_splits(*given, SPLIT_TOKENS, parts, part_lse)
     sizes = _dim_sizes(queries)
     grid = len(queries), rows
     launch(_join, grid, parts, part_lse, tables.lengths, out, lse, SPLIT=SPLIT_TOKENS, **sizes)
     return out, lse
 
 
-def _attend_pieces(
+def _attend_splits(
     queries: Float[Tensor, "S R Q D"],
     keys: Float[Tensor, "N P D"],
     values: Float[Tensor, "N P D"],
@@ -71,7 +71,7 @@ def _attend_pieces(
     out: Float[Tensor, "*C S R Q D"],
     lse: Float[Tensor, "*C S R Q"],
 ) -> None:
-    """Attention to each piece of so many entries of the segments; C pieces, or one."""
+    """Attention to each split of `split_tokens` entries of the segments; C splits, or one."""
     page_tokens, rows = keys.shape[1], queries.shape[1] * queries.shape[2]
     width = tables.table.shape[1]
     sizes = _dim_sizes(queries)

@@ -251,9 +251,9 @@ class ChatTemplate:
         if not (self._takes_images if has_mark(text) else self._takes_parts_alone):
             return text
         parts = list[dict[str, str]]()
-        for index, piece in enumerate(split_marks(text)):
+        for index, part in enumerate(split_marks(text)):
             parts += [{"type": "image"}] if index else []
-            parts += [{"type": "text", "text": piece}] if piece else []
+            parts += [{"type": "text", "text": part}] if part else []
         return parts or [{"type": "text", "text": ""}]
 
     @cached_property

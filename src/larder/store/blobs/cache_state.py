@@ -183,7 +183,7 @@ def join_chunks(
     """State of a lossless cache of `length` tokens, joined from chunks and the rest.
 
     Raises:
-        Damaged: pieces are missing, or of other shapes than the model's.
+        Damaged: parts are missing, or of other shapes than the model's.
     """
     state = {TAIL: unchunked[TAIL]} if TAIL in unchunked else {}
     for layer in spec.layers:

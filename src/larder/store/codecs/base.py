@@ -195,8 +195,8 @@ class AffineCodec(StorageCodec):
 def _over_groups(numbers: Float[Tensor, "T D"], rows: RowLayout, side: str) -> Float[Tensor, "N W"]:
     """Minimum or maximum of each group."""
     if rows.role is TensorRole.VALUES:
-        pieces = [getattr(piece, side)(1) for piece in numbers.split(GROUP, 1)]
-        return torch.stack(pieces, 1)
+        groups = [getattr(group, side)(1) for group in numbers.split(GROUP, 1)]
+        return torch.stack(groups, 1)
     groups = [
         getattr(group, side)(0)
         for head in rows.heads()

@@ -269,20 +269,20 @@ class SessionReader:
         stored = sum(each.chunk.ref.bytes for each in shared)
         started = time.perf_counter()
         with self._ledger.reserve(Tier.HOST, tenant, 3 * stored):
-            pieces: list[CacheTensors] = []
+            chunks: list[CacheTensors] = []
             behind = PrefixDigest(ids)
             for each in shared:
                 try:
                     data = self._blobs.get(each.chunk.ref, tenant)
-                    pieces.append(_chunk_tensors(data, tenant, identity, behind, each.tokens))
+                    chunks.append(_chunk_tensors(data, tenant, identity, behind, each.tokens))
                 except LarderError as error:
                     unusable(each, error)
                     break
             length = behind.start
-            if not pieces:
+            if not chunks:
                 return None
             meta = CacheSpec("dense").meta() | {"next_position": str(length)}
-            cache = restore_cache(spec, join_chunks(pieces, {}, spec, length), meta)
+            cache = restore_cache(spec, join_chunks(chunks, {}, spec, length), meta)
         self._rates.loaded(Tier.DISK, stored, time.perf_counter() - started)
         return cache
 
