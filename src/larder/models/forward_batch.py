@@ -287,7 +287,7 @@ class ForwardBatch:
         return [found[number] for number in range(len(caches))]
 
     def _all_storages(self, dtype: torch.dtype) -> list[list[StepStorage]] | None:
-        """Storages of all layers, by layer and segment; None unless all have that dtype."""
+        """Storages of all layers, by layer and segment; None if there is one of another type."""
         whole = list[list[StepStorage]]()
         for layer in range(len(self._spec.layers)):
             found = self._step_storages(layer)
