@@ -116,7 +116,6 @@ from .observers import Observer as Observer
 from .placement import PageUse as PageUse
 from .placement import set_pages as set_pages
 from .processor import PROCESSOR_FILES as PROCESSOR_FILES
-from .recompute import BLOCK_TOKENS as BLOCK_TOKENS
 from .recompute import BaseModelLayers as BaseModelLayers
 from .recompute import KVRecompute as KVRecompute
 from .recompute import ResidualStream as ResidualStream
