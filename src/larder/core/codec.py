@@ -25,6 +25,11 @@ GROUP_BYTES = 4 + 4  # owner of a group, and its number of entries
 LAST_TIER = 2  # tiers are -2 to 2: steps of 1/4 to 4 times the common step
 NUM_TIERS = 2 * LAST_TIER + 1
 TIER_GRADE = 1 + LAST_TIER  # grade of tier 0; grade 0 is exact, 1 the finest tier
+# Fields of a codec that are members of an enumeration.
+ENUM_FIELDS = ("key_scales", "key_grid", "value_grid")
+LEVELS_CALIBRATION = "kvquant"
+LEVEL_BITS = (2, 3, 4)
+VECTOR_BITS = (1, 2, 3, 4)
 
 
 def bit_fields(bits: int) -> tuple[tuple[int, int], ...]:
@@ -247,10 +252,6 @@ class Codec:
         return own_bytes + self.group_bytes(head_dim) / self.min_group_entries
 
 
-# Fields of a codec that are members of an enumeration.
-ENUM_FIELDS = ("key_scales", "key_grid", "value_grid")
-
-
 class Coder(Enum):
     """Coder of quantized components.
 
@@ -289,8 +290,6 @@ CALIBRATIONS = {
     (1.0, RopeStage.BEFORE): "transform_full_metric",
     (0.5, RopeStage.AFTER): "transform_after_rope",
 }
-LEVELS_CALIBRATION = "kvquant"
-LEVEL_BITS = (2, 3, 4)
 
 
 @dataclass(frozen=True)
@@ -360,9 +359,6 @@ class TransformSpec:
             "mean": MeanSource(fields.get("mean", MeanSource.MODEL.value)),
         }
         return TransformSpec(**fields | own)
-
-
-VECTOR_BITS = (1, 2, 3, 4)
 
 
 @dataclass(frozen=True)

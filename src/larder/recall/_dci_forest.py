@@ -28,6 +28,7 @@ PAGES = {
     "tiers": np.int8,
 }
 CELLS = {"firsts": np.int32, "centers": np.int32, "scales": np.float32, "means": np.int8}
+_HEAD_FIELDS = ("peaks", "levels", "sizes", "upcoming", "squares", "built", "known")
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,3 @@ class DciForest:
         if name in self._widths:
             return np.full((rows, self._widths[name]), -1 if name == "members" else 0, kind)
         return np.zeros(rows, kind)
-
-
-_HEAD_FIELDS = ("peaks", "levels", "sizes", "upcoming", "squares", "built", "known")

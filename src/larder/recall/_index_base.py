@@ -22,6 +22,9 @@ from larder.core.recall import RecallIndex, RecallPart, RecallResult
 from larder.core.spec import LayerSpec
 from larder.ops.search import interleaved, page_max_scores, top_rows
 
+MIN_COLUMNS = 64  # columns of the smallest table
+GROWTH_SHARE = 4  # a table grows by at least 1 / GROWTH_SHARE: amortized cost per entry
+
 
 @dataclass
 class ContiguousPages:
@@ -209,10 +212,6 @@ def sum_group_weights(
     """Weights summed over the query heads of each kv head, -inf for missing entries."""
     heads, columns = len(counts), weights.shape[1]
     return mask_missing(weights.view(heads, len(weights) // heads, columns).sum(1), counts)
-
-
-MIN_COLUMNS = 64  # columns of the smallest table
-GROWTH_SHARE = 4  # a table grows by at least 1 / GROWTH_SHARE: amortized cost per entry
 
 
 def grow_table(table: Tensor, needed: int, dim: int = 1) -> Tensor:

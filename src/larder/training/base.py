@@ -36,6 +36,10 @@ from larder.training.labels import LabelFile, Shard
 from larder.training.passage_method import PASSAGE_METHODS
 
 METHODS = Family("method", "larder.training.methods")
+# First parts of the names of tensors in released files; NVIDIA's KVzap uses both.
+PREFIXES = ("layers", "module_list")
+# What names of tensors and cards of another form raise.
+UNREADABLE = (AttributeError, KeyError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -223,12 +227,6 @@ def top_overlap(
         for values in (predicted, targets)
     ]
     return (marks[0] & marks[1]).sum(0) / count
-
-
-# First parts of the names of tensors in released files; NVIDIA's KVzap uses both.
-PREFIXES = ("layers", "module_list")
-# What names of tensors and cards of another form raise.
-UNREADABLE = (AttributeError, KeyError, TypeError, ValueError)
 
 
 def adopt_published(path: Path, method: str, spec: ModelSpec) -> LearnedWeights:

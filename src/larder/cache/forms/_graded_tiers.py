@@ -28,6 +28,7 @@ CODING_CHUNK = 1 << 12  # entries encoded or dequantized at once
 NO_WEIGHTS = torch.empty(0, 0)
 NO_INDICES = torch.empty(0, dtype=torch.int64)
 NO_COLUMNS: Mapping[str, Tensor] = MappingProxyType({})
+KV_SIDES = {side.value: side for side in KVSide}
 
 
 @dataclass(frozen=True)
@@ -308,9 +309,6 @@ class TierOrder:
         ranks = torch.empty_like(self.order)
         ranks[self.order] = torch.arange(len(self.order))
         return indices[ranks[indices].argsort()]
-
-
-KV_SIDES = {side.value: side for side in KVSide}
 
 
 class LazyEntries(Entries):

@@ -27,6 +27,7 @@ from larder.ops.attention import ragged_attention
 
 LOWER, UPPER = 0, 1
 NUMBERS = ("norms", "heads", "positions", "held", "columns")  # fields beside the directions
+STRAIGHT = 1e-4  # below this sine two directions are one, or opposite
 
 
 @dataclass(frozen=True)
@@ -180,9 +181,6 @@ class SharedEntries:
             self.held[:, rows],
             self.columns[..., rows],
         )
-
-
-STRAIGHT = 1e-4  # below this sine two directions are one, or opposite
 
 
 def angles(one: Float[Tensor, "N D"], other: Float[Tensor, "N D"]) -> Float[Tensor, " N"]:

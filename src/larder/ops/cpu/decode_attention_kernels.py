@@ -19,6 +19,7 @@ FASTMATH_FLAGS = frozenset({"reassoc", "contract", "nsz", "arcp"})
 LOG2_E = np.float32(1.4426950408889634)
 LN_2 = np.float32(0.6931471805599453)
 MIN_EXPONENT = np.float32(-126.0)  # the smallest exponent of a normal float32
+ROWS = 32  # entries per block: 32 float32 rows of 128 fill half of a 32 KiB first-level cache
 
 
 def njit_kernel(function: Callable[..., Any]) -> Any:
@@ -280,9 +281,6 @@ def attend_in_parallel(queries, keys, values, biases, logits, starts, lengths, s
             outs,
         )
     return merge_splits(lengths, bounds, peaks, masses, outs)
-
-
-ROWS = 32  # entries per block: 32 float32 rows of 128 fill half of a 32 KiB first-level cache
 
 
 def load_rows(stored, first, count, scratch):
