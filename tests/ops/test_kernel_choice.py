@@ -10,7 +10,8 @@ import threading
 import pytest
 import torch
 
-from larder.ops.cpu import block_attention, gemv, kernel_choice
+from larder.ops import block_attention
+from larder.ops.cpu import gemv, kernel_choice
 
 
 @pytest.fixture

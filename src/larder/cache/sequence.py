@@ -106,24 +106,20 @@ class SequenceCache:
         return target.attend(new)
 
     def step_layer(self, layer: int) -> CacheLayer:
-        """Layer that a decode step of several caches appends to.
-
-        Raises:
-            CacheError: the cache is invalid.
-        """
+        """Layer that a decode step of several caches appends to. Raises: CacheError: invalid."""
         self._check()
         return self._layers[layer]
 
     @property
     def always_has_tables(self) -> bool:
-        """True if `step_layout` is None for another dtype alone."""
+        """True if `step_layout` is None for another type of numbers alone."""
         return self._can_lay_out and self._layers[0].always_has_tables
 
     def step_layout(self, dtype: torch.dtype) -> StepTables | None:
-        """Tables for a decode step over keys and values of a dtype.
+        """Tables for a decode step over keys and values of that type.
 
         None where layers are asked one by one: in forms without tables, and in ragged ones where
-        others hold the storage of a layer. Raises: CacheError: the cache is invalid.
+        others hold the storage of a layer. Raises: CacheError: invalid.
         """
         self._check()
         if not self._can_lay_out:
@@ -133,21 +129,13 @@ class SequenceCache:
         return self._layout if self._layout and self._layout.dtype is dtype else None
 
     def count_step(self, position: int) -> None:
-        """Count a token that was appended to the pages of every layer.
-
-        Raises:
-            CacheError: the cache is invalid.
-        """
+        """Count a token that was appended to the pages of every layer. Raises: CacheError."""
         self._check()
         for each in self._layers:
             each.count_step(position)
 
     def page_leases(self) -> list[PageLease]:
-        """Pages of the layers that have them, in model order.
-
-        Raises:
-            CacheError: the cache is invalid.
-        """
+        """Pages of the layers that have them, in model order. Raises: CacheError: invalid."""
         self._check()
         return [lease for each in self._layers if (lease := each.page_lease) is not None]
 

@@ -463,11 +463,7 @@ def _chat_tool(number: int, tool: Any) -> dict[str, Any]:
 
 
 def _chat_choice(tool_choice: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> Any:
-    """Choice in the form of chat completions.
-
-    Raises:
-        ApiError: 400: it names no tool.
-    """
+    """Choice in the form of chat completions. Raise ApiError 400 if it names no tool."""
     kind, name = str(tool_choice.get("type", AUTO)), tool_choice.get("name")
     if kind == "tool" and any(tool["function"]["name"] == name for tool in tools):
         return {"type": "function", "function": {"name": name}}
