@@ -3,13 +3,16 @@
     python benchmarks/batch_step.py --model smollm2 --dtype bfloat16 --entries 1024 --rows 1 8 16
     python benchmarks/batch_step.py --model smollm2 --dtype bfloat16 --entries 4096 --memory 512
     python benchmarks/batch_step.py --model smollm2 --entries 256 --policies h2o d2o --rows 8 16
+    python benchmarks/batch_step.py --model smollm2 --entries 256 --policies lacache --rows 1 8
     python benchmarks/batch_step.py --model smollm2 --rows 8 --blocks 1 2 --block-tokens 64
 
 Caches hold random entries, in ragged ones half to one and a half of the number per head, and grow
 by a token a step. Cases take turns; medians. With `--memory`, the largest batches that fit those
 MiB of cache: dense caches of all entries against ragged caches of a quarter of them. With
-`--policies`, steps that evict from all sequences in one call beside steps with a call for each, in
-turn over the same caches, with the CPU time of the evictions alone; medians and quartiles. With
+`--policies`, steps in each form of eviction, in turn over forks of the same caches, with the CPU
+time of the evictions alone where they are calls of their own: by a rule, behind the attention of
+each layer, in one call behind the step, or in one for each sequence; by plans, all together or one
+by one; medians and quartiles, in times of the last form. With
 `--blocks`, passes in which so many more sequences read a block of tokens beside the decode steps:
 attention in one call per layer beside a call for each block, in turn over forks of the same caches;
 CPU and wall time of the pass and of its attention.
@@ -20,8 +23,10 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from itertools import product
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from itertools import chain, product
 from typing import Any
 from unittest import mock
 
@@ -29,11 +34,12 @@ import torch
 from _timing import quartiles
 from transformers import DynamicCache
 
-from larder.cache import step_layout
+from larder.cache import SequenceCache, step_layout
 from larder.core import Mode
 from larder.engine import Engine
-from larder.models import BatchSegment, Decoder, block_segments, load
+from larder.models import BatchSegment, Decoder, StepLayouts, block_segments, load
 from larder.ops import BlockWork, StepWork
+from larder.prefill import DecodeEviction
 from larder.session import Policy, decode_planner
 from larder_bench.profiling.synthetic_cache import build_synthetic_cache, random_cache
 
@@ -80,47 +86,93 @@ def equal_memory(decoder: Decoder, mebibytes: int, entries: int, steps: int) -> 
         print(f"{name:8} {rows[name]:3} rows {rows[name] / seconds:7.1f} tokens/s")
 
 
-class EvictionTimer:
-    """Evictions of batch steps with their CPU seconds, in one call or in one for each sequence."""
+class EvictionForm(Enum):
+    """Way in which the evictions of a decode step are carried out."""
+
+    LAYERS = "behind each layer"  # in the call that runs the layers
+    STEP = "behind the step"  # one call for all layers of all sequences
+    SEQUENCES = "one call each"  # one for each sequence
+    TOGETHER = "plans together"  # one call moves the entries of all plans
+    PLANS = "plan by plan"
+
+
+BY_RULE = EvictionForm.LAYERS, EvictionForm.STEP, EvictionForm.SEQUENCES
+BY_PLANS = EvictionForm.TOGETHER, EvictionForm.PLANS
+
+
+class EvictionSwitch:
+    """Form of the evictions of each step, with the CPU seconds of calls for them alone."""
 
     def __init__(self) -> None:
-        self.is_batched, self.seconds = True, 0.0
-        self._evict = step_layout.evict_sequences
+        self.form, self.seconds = EvictionForm.LAYERS, 0.0
+        self._evict, self._plan = step_layout.evict_sequences, StepLayouts.plan_evictions
+        self._batch_plan = DecodeEviction._batch_plan  # pyright: ignore[reportPrivateUsage]
 
-    def __call__(self, evictions: Sequence[step_layout.SequenceEviction]) -> list[list[int]]:
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Context in which steps take the form."""
+        with (
+            mock.patch.object(step_layout, "evict_sequences", self._evict_sequences),
+            mock.patch.object(StepLayouts, "plan_evictions", self._of("_plan", BY_RULE[0])),
+            mock.patch.object(DecodeEviction, "_batch_plan", self._of("_batch_plan", BY_PLANS[0])),
+        ):
+            yield
+
+    def take(
+        self,
+        decoder: Decoder,
+        planner: DecodeEviction | None,
+        caches: Sequence[SequenceCache],
+        step: int,
+    ) -> float:
+        """CPU seconds of a step."""
+        if planner is None:
+            raise SystemExit("A policy does not evict while it decodes: leave it out.")
+        self.seconds, started, rows = 0.0, time.process_time(), range(len(caches))
+        segments = [BatchSegment(cache, (7,)) for cache in caches]
+        observer = planner.observer(rows, segments, [step] * len(rows))
+        decoder.forward_logits(segments, Mode.APPEND, rows, observer)
+        return time.process_time() - started
+
+    def _of(self, name: str, form: EvictionForm) -> Callable[..., Any]:
+        """Method that is called in one form alone, and gives None in others."""
+        method = vars(self)[name]
+        return lambda *given: method(*given) if self.form is form else None
+
+    def _evict_sequences(
+        self, evictions: Sequence[step_layout.SequenceEviction]
+    ) -> list[list[int]]:
         started = time.process_time()
-        if self.is_batched:
-            done = self._evict(evictions)
-        else:
+        if self.form is EvictionForm.SEQUENCES:
             done = [self._evict([each])[0] for each in evictions]
+        else:
+            done = self._evict(evictions)
         self.seconds += time.process_time() - started
         return done
 
 
 def eviction_steps(
     engine: Engine, name: str, rows: int, entries: int, steps: int
-) -> dict[bool, list[tuple[float, float]]]:
-    """CPU seconds of steps and of their evictions, by whether these are one call."""
+) -> dict[EvictionForm, list[tuple[float, float]]]:
+    """CPU seconds of steps and of their evictions in each form, over forks of the same caches."""
     runtime, policy = engine.runtime, Policy.parse(name).with_sizes(entries, None)
-    first = build_synthetic_cache(runtime, policy, 4 * entries, 2 * steps + 2).cache
+    first = build_synthetic_cache(runtime, policy, 4 * entries, steps + 1).cache
     first.compact()
-    caches = [first, *(first.fork() for _ in range(rows - 1))]
-    planner, timer = decode_planner(runtime, policy, caches), EvictionTimer()
-    if planner is None:
-        raise SystemExit(f"{name} does not evict while it decodes.")
-    for cache in caches:
-        cache.allocate(2 * steps + 2)
-    seconds: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-    with mock.patch.object(step_layout, "evict_sequences", timer):
-        for step in range(2 * steps + 2):
-            timer.is_batched, timer.seconds = step % 2 == 0, 0.0
-            started = time.process_time()
-            segments = [BatchSegment(cache, (7,)) for cache in caches]
-            observer = planner.observer(range(rows), segments, [step] * rows)
-            runtime.decoder.forward_logits(segments, Mode.APPEND, range(rows), observer)
-            own = time.process_time() - started, timer.seconds
-            seconds[timer.is_batched].append(own)
-    return {batched: own[1:] for batched, own in seconds.items()}
+    switch, decoder = EvictionSwitch(), runtime.decoder
+    with switch.installed():
+        probed = [first.fork()]
+        switch.take(decoder, decode_planner(runtime, policy, probed), probed, 0)
+        forms = BY_RULE if switch.seconds else BY_PLANS
+        caches = {form: [first.fork() for _ in range(rows)] for form in forms}
+        planners = {form: decode_planner(runtime, policy, own) for form, own in caches.items()}
+        for cache in chain.from_iterable(caches.values()):
+            cache.allocate(steps + 1)
+        seconds: dict[EvictionForm, list[tuple[float, float]]] = {form: [] for form in forms}
+        for step, form in product(range(steps + 1), forms):
+            switch.form = form
+            taken = switch.take(decoder, planners[form], caches[form], step)
+            seconds[form].append((taken, switch.seconds))
+    return {form: own[1:] for form, own in seconds.items()}
 
 
 class AttentionTimer:
@@ -168,14 +220,17 @@ def block_passes(decoder: Decoder, rows: int, blocks: int, chosen: argparse.Name
 
 
 def report_evictions(engine: Engine, chosen: argparse.Namespace) -> None:
-    """Print steps with evictions of each policy and number of rows."""
-    for name in chosen.policies:
-        for rows in chosen.rows:
-            found = eviction_steps(engine, name, rows, chosen.entries, chosen.steps)
-            for what, column in (("step", 0), ("evictions", 1)):
-                one, each = ([own[column] for own in found[batched]] for batched in (True, False))
-                ratio = quartiles(one, statistics.median(each), scale=1e3, digits=2)
-                print(f"{rows:3} rows {name:14} {what:10} {ratio} one call each", flush=True)
+    """Print steps of each policy and number of rows in each form, and their evictions alone."""
+    for name, rows in product(chosen.policies, chosen.rows):
+        found = eviction_steps(engine, name, rows, chosen.entries, chosen.steps)
+        last = list(found)[-1]
+        for what, column in (("step", 0), ("evictions", 1)):
+            columns = {form: [own[column] for own in taken] for form, taken in found.items()}
+            base = statistics.median(columns[last])
+            for form, own in columns.items():
+                if base and any(own):
+                    ratio = quartiles(own, base, scale=1e3, digits=2)
+                    print(f"{rows:3} {name:14} {what:10} {form.value:18} {ratio}", flush=True)
 
 
 def cpu_seconds(cases: dict[str, Callable[[], None]], steps: int) -> dict[str, float]:

@@ -15,7 +15,7 @@ from larder.cache import SequenceCache, step_layout, storage_bytes
 from larder.core import Plan
 from larder.engine import SamplingParams, StoppingCriteria
 from larder.engine.generate import generate
-from larder.models import JoinedObserver, wrap_model
+from larder.models import JoinedObserver, StepLayouts, wrap_model
 from larder.ops import EvictionTable, c_library
 from larder.prefill import DeferredObserver, PeakMemoryMeter, StepEviction
 from larder.session import build_caches, decode_planner
@@ -100,9 +100,17 @@ def test_eviction_kernel_equals_plans(
         laid_out.append(True)
         return done
 
+    def counted_behind_layers(evictions: Any) -> list[list[int]]:
+        done = count_evictions(evictions)
+        kernel.extend(map(len, done))
+        laid_out.append(True)
+        return done
+
     run, evict_sequences = StepEviction.run, step_layout.evict_sequences
+    count_evictions = step_layout.count_evictions
     monkeypatch.setattr(StepEviction, "run", counted)
     monkeypatch.setattr(step_layout, "evict_sequences", counted_by_layouts)
+    monkeypatch.setattr(step_layout, "count_evictions", counted_behind_layers)
     tokens, cache = generated(sentence, dtype)
     assert kernel and min(kernel) == 3
     assert laid_out.count(True) >= STEPS - 1
@@ -119,21 +127,29 @@ def test_eviction_kernel_equals_plans(
 def test_layer_skipped_by_the_kernel_uses_its_plan(
     sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    evict, left = kernels.evict_tables, list[int | None]()
+    rooms_of, left = EvictionTable.rooms, list[int | None]()
 
-    def without_one(tables: list[EvictionTable], roomy: int) -> list[list[int | None]]:
-        tables[0].rows[1, kernels.COUNT] = 0  # more entries than it rejects
-        rooms = evict(tables, roomy)
-        left.append(rooms[0][1])
-        return rooms
+    class WithoutOne(EvictionTable):
+        def set_step(self, *given: Any) -> None:
+            super().set_step(*given)
+            self.rows[1, kernels.COUNT] = 0  # more entries than it rejects
 
-    monkeypatch.setattr(kernels, "evict_tables", without_one)
+        def rooms(self) -> list[int | None]:
+            left.append(rooms_of(self)[1])
+            return rooms_of(self)
+
+    monkeypatch.setattr(kernels, "EvictionTable", WithoutOne)
     tokens, cache = generated(sentence, BFLOAT16)
     assert left and set(left) == {None}
     use_plans(monkeypatch)
     expected, reference = generated(sentence, BFLOAT16)
     assert tokens == expected and same_caches(cache, reference)
     assert cache.nbytes == reference.nbytes
+
+
+def evict_behind_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evict in a call behind the step from here on, not behind the attention of each layer."""
+    monkeypatch.setattr(StepLayouts, "plan_evictions", lambda self, observer: None)
 
 
 BATCHES = [
@@ -185,6 +201,7 @@ def test_eviction_of_several_sequences_equals_that_of_each_alone(
         sizes.append([])
         return evict_sequences(evictions)
 
+    evict_behind_step(monkeypatch)
     monkeypatch.setattr(kernels, "_evict_alike", counted)
     monkeypatch.setattr(step_layout, "evict_sequences", one_step)
     tokens, caches = batch_generated(endings, dtype)

@@ -73,9 +73,7 @@ class SequenceCache:
         self.cache_spec = CacheSpec(
             form, ledger, own, pairs, parking, rebuilding, transform, residual
         )
-        self.next_position = 0
-        self.plans = 0
-        self.watermark = 0
+        self.next_position = self.plans = self.watermark = 0
         self.latest = LatestActivations(ledger.queries)
         self.recurrent = NO_STATE
         self.model_positions = ModelPositions()
@@ -192,19 +190,21 @@ class SequenceCache:
         """
         from larder.ops.cpu.decode_eviction import evict_step  # few policies evict so
 
-        done: list[int] = []
         with self._changing():
             rooms = evict_step(tuple(layers.values()), MIN_ROAMING_SLACK, rule)
-            for layer, room in zip(layers, rooms, strict=True):
-                if room is not None:
-                    self._layers[layer].count_eviction(room)
-                    done.append(layer)
-        return done
+            done = [(n, room) for n, room in zip(layers, rooms, strict=True) if room is not None]
+            for layer, room in done:
+                self._layers[layer].count_eviction(room)
+        return [layer for layer, _ in done]
 
     def count_eviction(self) -> None:
-        """Count an eviction, which cannot be undone, before a kernel carries it out."""
+        """Count an eviction before a kernel carries it out."""
         self._check()
         self.plans += 1
+
+    def discount_eviction(self) -> None:
+        """Take back the count of an eviction that was undone."""
+        self.plans -= 1
 
     def write_columns(self, layer: int, columns: Mapping[str, Tensor]) -> None:
         """Replace ledger columns of one layer, one number per row of its storage."""

@@ -22,6 +22,7 @@ from larder.cache.step_tables import StepTables
 from larder.core.types import empty_tensor
 from larder.ops.cpu.decode_attention import (
     STEP_ROW,
+    EvictionRows,
     can_count,
     count_entries,
     count_steps,
@@ -43,7 +44,8 @@ class StepLayout(StepTables):
 
     It holds no storage alive, and logits during a step alone. A step goes `take_rows`,
     `count_step`, `evict_sequences` where a rule applies, and `settle`, which tells the layers what
-    the kernels did.
+    the kernels did. Where layers evict behind their attention, `prepare_evictions` comes before it,
+    and `count_evicted_step` and `count_evictions` behind it.
 
     Args:
         layers: all layers of the sequence, which `can_lay_out`, in storage of their own. Starts and
@@ -62,6 +64,8 @@ class StepLayout(StepTables):
         self._is_holding = False  # whether layers were given logits
         self._unread = set[int]()  # layers with logits that no kernel has read
         self._eviction: tuple[object, tuple[object, ...], EvictionTable] | None = None
+        self._journal = NO_LOGITS  # of the present step
+        self._undoable: EvictionTable | None = None  # evicted from in the present step
 
     @staticmethod
     def of(layers: Sequence[CacheLayer]) -> StepLayout | None:
@@ -100,6 +104,9 @@ class StepLayout(StepTables):
     def count_step(self) -> None:
         """Count the entry that was written behind each head of every layer."""
         count_steps(self._rows, self._kv_heads)
+        self.count_evicted_step()
+
+    def count_evicted_step(self) -> None:
         self._rooms = [room - 1 for room in self._rooms]
 
     def eviction_table(
@@ -112,21 +119,36 @@ class StepLayout(StepTables):
             key: what the table depends on beside the storage.
             build: makes it from layers that hold their logits; None where a layer is not served.
         """
-        held = self._eviction
-        if held is not None and held[0] is owner and held[1] == key:
-            return held[2]
+        held = self.kept_eviction_table(owner, key)
+        if held is not None:
+            return held
         self._update_layers()
         table = build()
         self._eviction = None if table is None else (owner, key, table)
         return table
 
-    def prepare_eviction(self, table: EvictionTable, length: int) -> None:
-        """Set what changes at every step in a table of the layers.
+    def kept_eviction_table(self, owner: object, key: tuple[object, ...]) -> EvictionTable | None:
+        held = self._eviction
+        return held[2] if held is not None and held[0] is owner and held[1] == key else None
 
-        Args:
-            length: true tokens read.
-        """
-        table.set_step(length, self._addresses[table.layers])
+    def prepare_eviction(self, table: EvictionTable, length: int) -> None:
+        sizes = table.journal_bytes
+        ends = sizes.cumsum()
+        self._journal = torch.empty(int(ends[-1]), dtype=torch.uint8)
+        journals = np.where(sizes, self._journal.data_ptr() + ends - sizes, 0)
+        table.set_step(length, self._addresses[table.layers], journals)
+        self._undoable = table if sizes.any() else None
+
+    def undo_eviction(self) -> bool:
+        table = self._undoable
+        if table is not None:
+            table.undo()
+            self._logits = NO_LOGITS
+        self.end_step()
+        return table is not None
+
+    def end_step(self) -> None:
+        self._journal, self._undoable = NO_LOGITS, None
 
     def count_eviction(self, table: EvictionTable, rooms: Sequence[int | None]) -> list[int]:
         """Count an eviction from the layers of a table, and return those that are done.
@@ -194,14 +216,43 @@ def evict_sequences(evictions: Sequence[SequenceEviction]) -> list[list[int]]:
         Layers of each sequence that are done. The others have not changed.
 
     Raises:
-        MemoryError: buffers could not be allocated; the sequences are half changed.
+        MemoryError: buffers could not be allocated; the sequences are half changed, until
+            `StepTables.undo_eviction`.
     """
     from larder.ops.cpu.decode_eviction import evict_tables  # few policies evict so
 
+    prepare_evictions(evictions)
+    rooms = evict_tables([each.table for each in evictions], MIN_ROAMING_SLACK)
+    return _count_rooms(evictions, rooms)
+
+
+def prepare_evictions(evictions: Sequence[SequenceEviction]) -> None:
+    """Count evictions in their caches, and set in their tables what changes at every step."""
     for cache, layout, table in evictions:
         cache.count_eviction()
         layout.prepare_eviction(table, cache.next_position + 1)
-    rooms = evict_tables([each.table for each in evictions], MIN_ROAMING_SLACK)
+
+
+def layer_evictions(evictions: Sequence[SequenceEviction]) -> EvictionRows | None:
+    """Evictions of `prepare_evictions` to be carried out behind the attention of each layer; None
+    where the kernel of the layers does not."""
+    from larder.ops.cpu.decode_eviction import layer_evictions  # few policies evict so
+
+    num_layers = len(evictions[0].cache.layers)
+    return layer_evictions([each.table for each in evictions], num_layers, MIN_ROAMING_SLACK)
+
+
+def count_evictions(evictions: Sequence[SequenceEviction]) -> list[list[int]]:
+    """Count evictions that were carried out behind the attention of each layer.
+
+    Returns, raises: as `evict_sequences`.
+    """
+    return _count_rooms(evictions, [each.table.rooms() for each in evictions])
+
+
+def _count_rooms(
+    evictions: Sequence[SequenceEviction], rooms: Sequence[Sequence[int | None]]
+) -> list[list[int]]:
     return [
         each.layout.count_eviction(each.table, own)
         for each, own in zip(evictions, rooms, strict=True)

@@ -51,12 +51,21 @@ class StepTables(ABC):
         del owner, key, build
         return None
 
+    def kept_eviction_table(self, owner: object, key: tuple[object, ...]) -> EvictionTable | None:
+        """`eviction_table` of an earlier step; None if there is none, or it is another's."""
+        del owner, key
+        return None
+
     def prepare_eviction(self, table: EvictionTable, length: int) -> None:
-        """Set what changes at every step in an `eviction_table`.
+        """Set what changes at every step in an `eviction_table`, which can then be undone.
 
         Args:
-            length: true tokens read.
+            length: true tokens read, with that of the step.
         """
+        raise NotImplementedError  # forms with such a table have it
+
+    def count_evicted_step(self) -> None:
+        """`count_step` where the kernel has counted the entries, and evicted from them."""
         raise NotImplementedError  # forms with such a table have it
 
     def count_eviction(self, table: EvictionTable, rooms: Sequence[int | None]) -> list[int]:
@@ -70,6 +79,17 @@ class StepTables(ABC):
     @abstractmethod
     def settle(self) -> None:
         """Count in every layer what kernels have appended and evicted."""
+
+    def undo_eviction(self) -> bool:
+        """Undo the eviction of a step that has not ended; False if there is none to undo.
+
+        The token that was appended stays: cutting the layers removes it.
+        """
+        return False
+
+    @abstractmethod
+    def end_step(self) -> None:
+        """Free what would undo an eviction."""
 
 
 class DenseStepTables(StepTables):
@@ -124,3 +144,6 @@ class DenseStepTables(StepTables):
 
     def settle(self) -> None:
         self._layers[0].count_steps(self._layers)
+
+    def end_step(self) -> None:
+        """Free nothing: dense forms evict by plans."""

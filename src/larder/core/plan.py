@@ -232,3 +232,8 @@ class StepRule:
         """True for a score that attention is added to at every step, and no other column."""
         by_mass = self.scoring.score is StepScore.MASS and set(self.columns) == {StepColumn.MASS}
         return by_mass and not isinstance(self.merging, StepSpreading)
+
+    @property
+    def is_undoable(self) -> bool:
+        """False where values are spread over many entries, which the kernel does not note."""
+        return not isinstance(self.merging, StepSpreading)

@@ -120,5 +120,6 @@ from .recompute import BaseModelLayers as BaseModelLayers
 from .recompute import KVRecompute as KVRecompute
 from .recompute import ResidualStream as ResidualStream
 from .rope_frequencies import check_rope as check_rope
+from .step_layouts import StepLayouts as StepLayouts
 from .transformers_logging import download_bars as download_bars
 from .transformers_logging import loading_progress as loading_progress

@@ -11,7 +11,6 @@ from functools import partial
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int, Int64
 from torch import Tensor
@@ -24,7 +23,8 @@ from larder.core.types import Keys, Mode, Queries, Values
 from larder.models.attention_backend import AttentionInputs, SteppedSegments
 from larder.models.batch_segment import BatchSegment
 from larder.models.call_interruption import BeforeLayer, no_calls
-from larder.models.observers import LayerActivations, Observer, StepObserver
+from larder.models.observers import LayerActivations, Observer
+from larder.models.step_layouts import StepLayouts
 from larder.ops.attention import apply_sinks, sink_logits
 from larder.ops.block_attention import FEWEST_QUERIES
 from larder.ops.cpu.decode_attention import StepStorage, StepTable, supports_step
@@ -33,7 +33,6 @@ from larder.ops.packing import device_tensor
 from larder.policy.providers.base import ImageProvider, column_providers
 
 if TYPE_CHECKING:
-    from larder.cache.step_tables import StepTables
     from larder.models.block_segments import BlockSegments
     from larder.models.paged_steps import PagedSteps
 
@@ -80,7 +79,7 @@ class ForwardBatch:
         self._steps = [n for n, width in enumerate(self.widths) if is_append and width == 1]
         # Storages of layers to which segments have not attended yet.
         self._storages: dict[int, list[StepStorage | None]] = {}
-        self._layouts: list[StepTables] = []
+        self._layouts: StepLayouts | None = None
         self._paged = self._steps_over_pages()
         for segment in segments:
             for tier in segment.cache.tiers:
@@ -265,26 +264,15 @@ class ForwardBatch:
         is_alone = len(self._steps) < len(self.segments) or self._paged is not None
         if is_alone or self._spec.last_readers:
             return None
-        self._layouts = self._step_layouts(dtype)
-        if self._layouts:
-            rows = np.stack([own.take_rows() for own in self._layouts], 1)
-            return partial(StepTable.of_rows, rows, self.step_positions)
+        self._layouts = StepLayouts.of([segment.cache for segment in self.segments], dtype)
+        if self._layouts is not None:
+            rows = self._layouts.take_rows()
+            evictions = self._layouts.plan_evictions(self._observer)
+            return partial(StepTable.of_rows, rows, self.step_positions, evictions)
         storages = self._all_storages(dtype)
         if storages is None:
             return None
         return partial(StepTable.of_layers, storages, self.step_positions)
-
-    def _step_layouts(self, dtype: torch.dtype) -> list[StepTables]:
-        """Layout of each cache; empty if there is one without."""
-        caches = [segment.cache for segment in self.segments]
-        found: dict[int, StepTables] = {}
-        # Caches that may have none come first: beside one, no others are made in vain.
-        for number in sorted(range(len(caches)), key=lambda n: caches[n].always_has_tables):
-            layout = caches[number].step_layout(dtype)
-            if layout is None:
-                return []
-            found[number] = layout
-        return [found[number] for number in range(len(caches))]
 
     def _all_storages(self, dtype: torch.dtype) -> list[list[StepStorage]] | None:
         """Storages of all layers, by layer and segment; None if there is one of another type."""
@@ -313,34 +301,16 @@ class ForwardBatch:
         """
         self._storages.clear()
         self.called.update(range(len(layers)))
-        if self._layouts and self._finish_layouts():
-            return
+        if self._layouts is not None:
+            is_done = self._layouts.finish(self._observer)
+            if is_done or (self._observer is None and not self.captured):
+                return
         positions = self.step_positions
         for layer, sides in enumerate(layers):
-            if not self._layouts:
+            if self._layouts is None:
                 for own, position in zip(self._step_layers(layer), positions, strict=True):
                     own.count_step(position)
             self._observe_all(layer, *sides)
-
-    def _finish_layouts(self) -> bool:
-        """Count the tokens in layouts; True if the observer is done with them."""
-        observer = self._observer
-        for layout in self._layouts:
-            layout.count_step()
-        is_done = isinstance(observer, StepObserver) and self._evict(observer)
-        for layout in self._layouts:
-            layout.settle()
-        return is_done or (observer is None and not self.captured)
-
-    def _evict(self, observer: StepObserver) -> bool:
-        """Evict from all sequences of the layouts; True if the observer is done with them."""
-        due = observer.step_evictions(self._layouts)
-        if not due:
-            return observer.end_step({})
-        from larder.cache.step_layout import evict_sequences  # few policies evict so
-
-        done = evict_sequences(tuple(due.values()))
-        return observer.end_step(dict(zip(due, done, strict=True)))
 
     def _attend_steps(
         self, layer: int, sides: tuple[Queries, Keys, Values], blocks: BlockSegments | None
@@ -400,6 +370,8 @@ class ForwardBatch:
         missed = {layer.index for layer in self._spec.layers} - self.called
         if missed:
             raise ModelError(f"Layers {sorted(missed)} never called attention in this batch.")
+        if self._layouts is not None:
+            self._layouts.end_step()
         if self.mode is Mode.APPEND:
             states = recurrent or [NO_STATE] * len(self.segments)
             for segment, state in zip(self.segments, states, strict=True):
@@ -408,8 +380,11 @@ class ForwardBatch:
     def roll_back(self) -> None:
         """Remove the entries that a failed forward appended.
 
-        A cache that executed a plan in the meantime cannot be rolled back, and is invalidated.
+        Evictions of a step's kernels are undone. A cache that executed a plan in the meantime
+        cannot be rolled back, and is invalidated.
         """
+        if self._layouts is not None:
+            self._layouts.undo_evictions(self._plans)
         for segment, plans in zip(self.segments, self._plans, strict=True):
             if segment.cache.plans != plans:
                 segment.cache.invalidate()

@@ -52,6 +52,15 @@ class StepObserver(ABC):
             layouts: of the cache of each segment, with its token counted.
         """
 
+    def kept_evictions(self, layouts: Sequence[StepTables]) -> dict[int, SequenceEviction] | None:
+        """`step_evictions` that are known before the step; None where one may not be.
+
+        Args:
+            layouts: of the cache of each segment.
+        """
+        del layouts
+        return None
+
     @abstractmethod
     def end_step(self, done: Mapping[int, Sequence[int]]) -> bool:
         """Act on a step of single tokens, of which no layer was reported.
@@ -83,6 +92,16 @@ class JoinedObserver(StepObserver):
         for segment, each in self._observers.items():
             if isinstance(each, StepObserver):
                 own = each.step_evictions([layouts[segment]])
+                found.update((segment, eviction) for eviction in own.values())
+        return found
+
+    def kept_evictions(self, layouts: Sequence[StepTables]) -> dict[int, SequenceEviction] | None:
+        found: dict[int, SequenceEviction] = {}
+        for segment, each in self._observers.items():
+            if isinstance(each, StepObserver):
+                own = each.kept_evictions([layouts[segment]])
+                if own is None:
+                    return None
                 found.update((segment, eviction) for eviction in own.values())
         return found
 

@@ -207,7 +207,8 @@ class DeferredObserver(StepObserver):
     them. Done for all layers at the end of the pass, the work of H2O took a quarter less time. The
     buffer holds queries and recorded logits of every layer: for single tokens, less than a
     hundredth of the entries; plans of a batch hold 8 bytes for each kept entry beside it. A pass
-    that fails halfway has changed nothing. Used once.
+    that fails halfway has changed nothing: where one call runs all layers and evicts behind the
+    attention of each, while entries are in the caches, its evictions are undone. Used once.
 
     Args:
         observer: receives the calls in their order, but those of layers that a kernel has done.
@@ -244,6 +245,9 @@ class DeferredObserver(StepObserver):
 
     def step_evictions(self, layouts: Sequence[StepTables]) -> dict[int, SequenceEviction]:
         return {} if self._eviction is None else self._eviction.by_layouts(layouts)
+
+    def kept_evictions(self, layouts: Sequence[StepTables]) -> dict[int, SequenceEviction] | None:
+        return None if self._eviction is None else self._eviction.kept_by_layouts(layouts)
 
     def end_step(self, done: Mapping[int, Sequence[int]]) -> bool:
         self._done = {(segment, layer) for segment, layers in done.items() for layer in layers}
@@ -308,12 +312,32 @@ class StepEviction:
 
         found: dict[int, SequenceEviction] = {}
         for index, (segment, layout) in enumerate(zip(self._segments, layouts, strict=True)):
-            due = segment.quotas if segment.is_due else list(segment.quotas)
             build = partial(self._table, segment)
-            table = layout.eviction_table(self._planner, (self._tokens, due), build)
+            table = layout.eviction_table(self._planner, self._key(segment), build)
             if table is not None:
                 found[index] = SequenceEviction(segment.cache, layout, table)
         return found
+
+    def kept_by_layouts(self, layouts: Sequence[StepTables]) -> dict[int, SequenceEviction] | None:
+        """Evictions of `by_layouts` whose tables are kept from an earlier step; None if one is not.
+
+        Args:
+            layouts: of the cache of each segment.
+        """
+        from larder.cache.step_layout import SequenceEviction
+
+        found: dict[int, SequenceEviction] = {}
+        for index, (segment, layout) in enumerate(zip(self._segments, layouts, strict=True)):
+            table = layout.kept_eviction_table(self._planner, self._key(segment))
+            if table is None:
+                return None
+            found[index] = SequenceEviction(segment.cache, layout, table)
+        return found
+
+    def _key(self, segment: SequenceStep) -> tuple[object, ...]:
+        """What the table of a segment depends on beside its storage."""
+        due = segment.quotas if segment.is_due else list(segment.quotas)
+        return self._tokens, due
 
     def _table(self, segment: SequenceStep) -> EvictionTable | None:
         """Layers of a segment as a table; None if there is one that the kernel cannot do."""

@@ -19,7 +19,7 @@ from larder.core.errors import DependencyError
 MODULE = "larder.ops.cpu._c"  # extension by which the installation names the library's file
 TORCH_CPU = ("libtorch_cpu.so", "libtorch_cpu.dylib")
 
-LAYOUT = 5  # of the structs below; raised with `larder_layout` of c/decode_attention.c
+LAYOUT = 6  # of the structs below; raised with `larder_layout` of c/decode_attention.c
 
 POINTER, INTEGER = ctypes.c_void_p, ctypes.c_int64
 
@@ -258,6 +258,10 @@ def _declare(library: ctypes.CDLL) -> None:
         library.larder_remove_planned.restype = None
     library.larder_evict_step.argtypes = [ctypes.POINTER(EvictionCall)]
     library.larder_evict_step.restype = None
+    library.larder_journal_bytes.argtypes = [POINTER]
+    library.larder_journal_bytes.restype = INTEGER
+    library.larder_undo_evictions.argtypes = [POINTER, INTEGER]
+    library.larder_undo_evictions.restype = None
     library.larder_nearest_rows.argtypes = [ctypes.POINTER(NearestCall), ctypes.c_int32]
     library.larder_nearest_rows.restype = None
     library.larder_threshold_folds.argtypes = [ctypes.POINTER(FoldingCall)]

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from larder.core.plan import StepColumn
-from larder.ops.cpu.c_library import INTEGER, POINTER, AttentionCall, c_library
+from larder.ops.cpu.c_library import INTEGER, POINTER, AttentionCall, EvictionCall, c_library
 
 if TYPE_CHECKING:  # few policies code entries
     from larder.ops.cpu.transform_attention import CodedEntriesCall
@@ -203,6 +203,21 @@ def supports_step(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
     )
 
 
+class EvictionRows(NamedTuple):
+    """Evictions behind the attention of each layer of a decode step, as C kernels take them.
+
+    Args:
+        call: what they share.
+        layers: addresses of `struct evicted` by layer and sequence, 0 where nothing is evicted.
+        columns: addresses of `struct step_columns`, as `layers`; empty where attention alone is
+            accumulated.
+    """
+
+    call: EvictionCall
+    layers: NDArray[np.int64]
+    columns: NDArray[np.int64]
+
+
 class StepTable(NamedTuple):
     """Storages of one token of several sequences in one layer or more, as C kernels take them.
 
@@ -212,12 +227,14 @@ class StepTable(NamedTuple):
         stored_rows: rows of the storages of each layer together.
         coded: addresses of the calls for coded entries, as `rows`, 0 where there are none; empty
             where no storage has any.
+        evictions: carried out behind the attention of each layer; None to count and evict later.
     """
 
     rows: NDArray[np.int64]
     segments: NDArray[np.int64]
     stored_rows: list[int]
     coded: NDArray[np.int64]
+    evictions: EvictionRows | None = None
 
     @staticmethod
     def of(layers: Sequence[StepLayer], positions: Sequence[int]) -> StepTable:
@@ -248,6 +265,7 @@ class StepTable(NamedTuple):
     def of_rows(
         rows: NDArray[np.int64],
         positions: Sequence[int],
+        evictions: EvictionRows | None,
         keys: Float[Tensor, "L K N D"],
         values: Float[Tensor, "L K N D"],
     ) -> StepTable:
@@ -261,7 +279,7 @@ class StepTable(NamedTuple):
             rows[:, :, STEP_ROW.index(f"{name}_stride")] = head
         rows[:, :, STEP_ROW.index("position")] = positions
         stored = rows[:, :, STEP_ROW.index("stored_rows")].sum(1).tolist()
-        return StepTable(rows, rows[:0], stored, NO_CALLS)
+        return StepTable(rows, rows[:0], stored, NO_CALLS, evictions)
 
     def num_threads(self, floats_per_row: int) -> int:
         """Number of threads for attention to the longest layer."""

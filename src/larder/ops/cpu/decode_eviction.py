@@ -1,17 +1,19 @@
 """Eviction behind a decode step: all layers of all sequences in one call of a C kernel.
 
-The call updates columns with the attention of the new token, scores entries (H2O, D2O, TOVA, RoCo,
-StreamingLLM), rejects the lowest of each head, merges them into kept ones where that is asked for
-(D2O, CaM), and closes the gaps. It gives the same bits as the observer of the pass, which evicts
-layer by layer through plans and is the form for all other policies, storages and devices.
+Where the layers run in one call, too, that call evicts behind the attention of each layer
+(`EvictionRows`), while entries are in a cache of the processor. An eviction updates columns with
+the attention of the new token, scores entries (H2O, D2O, TOVA, RoCo, StreamingLLM), rejects the
+lowest of each head, merges them into kept ones where that is asked for (D2O, CaM), and closes the
+gaps. It gives the same bits as the observer of the pass, which evicts layer by layer through plans
+and is the form for all other policies, storages and devices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import byref
-from functools import cache
-from itertools import islice
+from functools import cache, cached_property
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -20,10 +22,15 @@ from torch import Tensor
 
 from larder.core.plan import StepColumn, StepMerging, StepRule, StepScore, StepSpreading
 from larder.ops.cpu.c_library import EvictionCall, c_library
-from larder.ops.cpu.decode_attention import SUPPORTED_DTYPES, EvictionStorage
+from larder.ops.cpu.decode_attention import (
+    NO_CALLS,
+    SUPPORTED_DTYPES,
+    EvictionRows,
+    EvictionStorage,
+)
 
 DONE, LEFT, FAILED = range(3)
-LOGITS, COUNT, STOP, ROOM, STATUS = 4, -5, -3, -2, -1  # fields of `struct evicted`
+LOGITS, JOURNAL, COUNT, STOP, ROOM, STATUS = 4, 11, -5, -3, -2, -1  # fields of `struct evicted`
 STEP_SCORES = (StepScore.MASS, StepScore.LAYER_MEAN, StepScore.RAISED_MEAN, StepScore.POSITION)
 SEED_BITS = (1 << 32) - 1  # all that draws depend on
 LEAST_FLOATS = 1 << 15  # of keys and values per thread; for less, waking it costs more
@@ -83,6 +90,30 @@ def evict_tables(tables: Sequence[EvictionTable], roomy: int) -> list[list[int |
     return rooms
 
 
+def layer_evictions(
+    tables: Sequence[EvictionTable], num_layers: int, roomy: int
+) -> EvictionRows | None:
+    """Evictions from several sequences, by layer; None where one call does not carry them out.
+
+    Args:
+        tables: of each sequence, prepared for the step.
+        num_layers: of the model.
+        roomy: least slack at which the front of a head may move.
+    """
+    rule = tables[0].rule
+    if not rule.is_undoable or any(each.rule != rule for each in tables):
+        return None
+    floats = sum(each.floats for each in tables) // num_layers
+    threads = min(torch.get_num_threads(), len(tables), floats // LEAST_FLOATS + 1)
+    layers = np.zeros((num_layers, len(tables)), np.int64)
+    columns = NO_CALLS if rule.is_accumulating else np.zeros_like(layers)
+    for number, table in enumerate(tables):
+        layers[table.layers, number] = _row_addresses(table.rows)
+        if columns.size:
+            columns[table.layers, number] = _row_addresses(table.columns)
+    return EvictionRows(_eviction_call(rule, roomy, threads), layers, columns)
+
+
 class EvictionTable:
     """Layers to evict from by a rule, as the C kernel takes them. It holds no storage alive.
 
@@ -110,15 +141,43 @@ class EvictionTable:
         self.columns = np.array([_column_fields(own) for own in storages], np.int64)
         self.floats = sum(2 * own.keys.numel() for own in storages)
 
-    def set_step(self, length: int, logits: NDArray[np.int64]) -> None:
+    @cached_property
+    def journal_bytes(self) -> NDArray[np.int64]:
+        """Bytes that each layer needs to have its eviction undone; zeros where it cannot be."""
+        library = c_library()
+        assert library is not None
+        addresses = _row_addresses(self.rows).tolist() if self.rule.is_undoable else ()
+        sizes = [library.larder_journal_bytes(address) for address in addresses]
+        return np.array(sizes or [0] * len(self.layers), np.int64)
+
+    def set_step(self, length: int, logits: NDArray[np.int64], journals: NDArray[np.int64]) -> None:
         """Set what changes with every token.
 
         Args:
             length: true tokens read.
             logits: address of the logits of each layer.
+            journals: address of `journal_bytes` of each layer; 0 where it cannot be undone.
         """
         self.rows[:, STOP] = length - self._spared_last
-        self.rows[:, LOGITS] = logits
+        self.rows[:, LOGITS], self.rows[:, JOURNAL] = logits, journals
+        self.rows[:, STATUS] = LEFT
+
+    def rooms(self) -> list[int | None]:
+        """Slack behind the fullest head of each layer; None for a layer that has not changed.
+
+        Raises:
+            MemoryError: merges could not allocate their buffers; a layer is half changed.
+        """
+        ends = self.rows[:, ROOM:]
+        if (ends[:, 1] == FAILED).any():
+            raise MemoryError("The merges of entries could not allocate their buffers.")
+        return [room if status == DONE else None for room, status in ends.tolist()]
+
+    def undo(self) -> None:
+        """Give the layers that were evicted from in this step their former entries and numbers."""
+        library = c_library()
+        assert library is not None
+        library.larder_undo_evictions(self.rows.ctypes.data, len(self.rows))
 
 
 def _evict_alike(tables: Sequence[EvictionTable], roomy: int) -> list[list[int | None]]:
@@ -129,37 +188,44 @@ def _evict_alike(tables: Sequence[EvictionTable], roomy: int) -> list[list[int |
     rows = np.concatenate([each.rows for each in tables])[order]
     columns = np.concatenate([each.columns for each in tables])[order]
     floats = sum(each.floats for each in tables)
-    call = EvictionCall(
-        layers=rows.ctypes.data,
-        count=len(rows),
-        roomy=roomy,
-        threads=min(torch.get_num_threads(), len(rows), floats // LEAST_FLOATS + 1),
-    )
+    threads = min(torch.get_num_threads(), len(rows), floats // LEAST_FLOATS + 1)
+    call = _eviction_call(rule, roomy, threads)
+    call.layers, call.count = rows.ctypes.data, len(rows)
     rows[:, STATUS] = LEFT
-    _set_merging(call, rule)
     if rule.is_accumulating:
         library.larder_evict_step(byref(call))
     else:
         call.columns = columns.ctypes.data
-        call.scoring = STEP_SCORES.index(rule.scoring.score)
-        call.sinks, call.spared = rule.scoring.sinks, rule.scoring.spared
         library.larder_evict_by_rule(byref(call))
     ends = np.empty((len(rows), 2), np.int64)
     ends[order] = rows[:, ROOM:]
-    if (ends[:, 1] == FAILED).any():
-        raise MemoryError("The merges of entries could not allocate their buffers.")
-    found = iter([room if status == DONE else None for room, status in ends.tolist()])
-    return [list(islice(found, len(each.layers))) for each in tables]
+    for each, own in zip(tables, np.split(ends, _ends(tables)[:-1]), strict=True):
+        each.rows[:, ROOM:] = own
+    return [each.rooms() for each in tables]
 
 
-def _set_merging(call: EvictionCall, rule: StepRule) -> None:
-    """Set the fields of a call that say what becomes of rejected entries."""
-    merging = rule.merging
+def _ends(tables: Sequence[EvictionTable]) -> list[int]:
+    """Number of layers up to each table, its own included."""
+    return list(accumulate(len(each.layers) for each in tables))
+
+
+def _eviction_call(rule: StepRule, roomy: int, threads: int) -> EvictionCall:
+    """Call by a rule, of no layers yet."""
+    call, merging, scoring = EvictionCall(roomy=roomy, threads=threads), rule.merging, rule.scoring
+    if not rule.is_accumulating:
+        call.scoring = STEP_SCORES.index(scoring.score)
+        call.sinks, call.spared = scoring.sinks, scoring.spared
     if isinstance(merging, StepMerging):
         call.rate, call.rest, call.slack = merging.rate, 1 - merging.rate, merging.slack
     elif isinstance(merging, StepSpreading):
         call.window, call.sampled = merging.window, merging.seed is not None
         call.seed = (merging.seed or 0) & SEED_BITS
+    return call
+
+
+def _row_addresses(rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Address of each row of fields."""
+    return rows.ctypes.data + np.arange(len(rows)) * rows.strides[0]
 
 
 def _column_address(storage: EvictionStorage, index: int | None) -> int:
@@ -192,6 +258,7 @@ def _fields(storage: EvictionStorage, edges: int) -> tuple[int, ...]:
         _column_address(storage, storage.updated.get(StepColumn.MASS)),
         _column_address(storage, storage.log_counts),
         0 if storage.thresholds is None else storage.thresholds.data_ptr(),
+        0,
         storage.keys.shape[1] * item,
         item,
         len(storage.columns),

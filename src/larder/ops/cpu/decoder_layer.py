@@ -74,7 +74,7 @@ class DecoderStep(ctypes.Structure):
     _fields_ = [
         *((name, POINTER) for name in ("layers", "rows", "storages", "scalings")),
         *((name, INTEGER) for name in ("count", "attention_threads")),
-        ("coded", POINTER),
+        *((name, POINTER) for name in ("coded", "eviction", "evicted", "columns")),
     ]
 
 
@@ -138,7 +138,8 @@ class LayerRows:
     ) -> list[LayerSides]:
         """Append each row to the storages of every layer, and pass the states through all of them.
 
-        One call, with the bits of one layer after the other. Lengths are the caller's to change.
+        One call, with the bits of one layer after the other. Lengths are the caller's to change,
+        unless the table has evictions.
 
         Args:
             tabulate: makes the table of the storages.
@@ -160,6 +161,10 @@ class LayerRows:
             attention_threads=table.num_threads(queries[0, :, 0].numel() // keys.shape[1]),
             coded=table.coded.ctypes.data if table.coded.size else None,
         )
+        if table.evictions is not None:
+            shared, evicted, columns = table.evictions
+            step.eviction, step.evicted = ctypes.addressof(shared), evicted.ctypes.data
+            step.columns = columns.ctypes.data if columns.size else None
         kernel = _step_kernel(self.states.dtype)
         assert kernel is not None, "callers ask can_step() first"
         _check(kernel(byref(step)))

@@ -66,6 +66,7 @@ struct step_row {
 int larder_decode_attention(const struct attention *call);
 int larder_decode_step(const struct attention *call, int64_t *starts, int64_t *lengths);
 void larder_append_step(const struct attention *call, int64_t *starts, int64_t *lengths);
+void larder_count_steps(const struct step_row *rows, int64_t count, int64_t kv_heads);
 
 /* Attention in the parallel region of a caller: one thread starts it, all of them take shares, and
  * one finishes it. Starting returns NULL if memory is short. */

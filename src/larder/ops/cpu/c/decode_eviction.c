@@ -9,6 +9,7 @@
 #include "attention_weights.h"
 #include "c_library.h"
 #include "decode_eviction.h"
+#include "eviction_journal.h"
 
 /* Accumulated attention after this step; returns 1 if one is not a number. */
 static int add_attention(const struct evicted *layer, float *scores) {
@@ -62,7 +63,7 @@ static void reject_lowest(const struct evicted *layer, float *scores, struct rej
     }
 }
 
-static void move_run(const struct evicted *layer, int64_t to, int64_t from, int64_t rows) {
+void larder_move_run(const struct evicted *layer, int64_t to, int64_t from, int64_t rows) {
     size_t bytes = (size_t)(rows * layer->row_bytes);
     memmove(layer->keys + to * layer->row_bytes, layer->keys + from * layer->row_bytes, bytes);
     memmove(layer->values + to * layer->row_bytes, layer->values + from * layer->row_bytes, bytes);
@@ -83,13 +84,13 @@ static void remove_worst(struct evicted *layer, int64_t h, const int64_t *worst,
     if (gone && region - held >= roomy && behind > worst[0]) {
         for (int64_t i = gone - 1; i >= 0; i--) {
             int64_t from = i ? worst[i - 1] + 1 : 0;
-            move_run(layer, start + from + gone - i, start + from, worst[i] - from);
+            larder_move_run(layer, start + from + gone - i, start + from, worst[i] - from);
         }
         layer->starts[h] = start + gone;
     } else
         for (int64_t i = 0; i < gone; i++) {
             int64_t from = worst[i] + 1, end = i + 1 < gone ? worst[i + 1] : length;
-            move_run(layer, start + from - i - 1, start + from, end - from);
+            larder_move_run(layer, start + from - i - 1, start + from, end - from);
         }
     layer->lengths[h] = held;
     int64_t slack = layer->edges[h + 1] - layer->starts[h] - held;
@@ -102,6 +103,7 @@ static void reject_and_remove(const struct eviction *call, struct evicted *layer
                               struct rejected *gone) {
     layer->status = DONE;
     reject_lowest(layer, scores, gone);
+    larder_note_rejected(layer, gone);
     if (layer->log_counts && gone->count && larder_merge_rejected(call, layer, gone))
         layer->status = FAILED;
     if (columns && call->window && gone->count && larder_spread_rejected(call, layer, columns, gone))
@@ -124,6 +126,7 @@ static void evict_layer(const struct eviction *call, struct evicted *layer,
     if (fresh && gone.worst && gone.found && !are_too_many(layer) &&
         !(columns ? larder_score_step(call, layer, columns, &found)
                   : add_attention(layer, fresh))) {
+        larder_note_numbers(layer);
         write_column(layer, layer->mass, columns ? found.mass : fresh);
         if (columns) {
             write_column(layer, columns->newest, found.newest);
@@ -165,4 +168,28 @@ static void evict_by_rule_as_thread(void *given) {
 void larder_evict_by_rule(struct eviction *call) {
     call->next = 0;
     larder_parallel(evict_by_rule_as_thread, call, call->threads);
+}
+
+/* Layers of several sequences, taken by threads. */
+struct shared_eviction {
+    const struct eviction *call;
+    struct evicted *const *layers;
+    const struct step_columns *const *columns;
+    int64_t count;
+    int64_t next; /* sequence that no thread has taken */
+};
+
+static void evict_sequences_as_thread(void *given) {
+    struct shared_eviction *shared = given;
+    for (int64_t n; (n = __atomic_fetch_add(&shared->next, 1, __ATOMIC_RELAXED)) < shared->count;)
+        if (shared->layers[n])
+            evict_layer(shared->call, shared->layers[n],
+                        shared->columns ? shared->columns[n] : NULL);
+}
+
+void larder_evict_sequences(const struct eviction *call, struct evicted *const *layers,
+                            const struct step_columns *const *columns, int64_t count) {
+    struct shared_eviction shared = {call, layers, columns, count, 0};
+    larder_parallel(evict_sequences_as_thread, &shared,
+                    call->threads < count ? call->threads : (int)count);
 }

@@ -22,6 +22,7 @@ struct evicted {
     float *mass;       /* the column that attention is added to, or NULL */
     float *log_counts; /* NULL: nothing is merged */
     float *thresholds; /* [heads] */
+    char *journal;     /* room for what undoes the eviction; NULL: it cannot be undone */
     int64_t row_bytes;
     int64_t item_bytes;
     int64_t num_columns;
@@ -98,5 +99,15 @@ int larder_merge_rejected(const struct eviction *call, const struct evicted *lay
  * short. */
 int larder_spread_rejected(const struct eviction *call, const struct evicted *layer,
                            const struct step_columns *columns, const struct rejected *gone);
+
+/* Move rows of a layer with all that is stored beside them. */
+void larder_move_run(const struct evicted *layer, int64_t to, int64_t from, int64_t rows);
+
+/* Evict from one layer of several sequences, in the parallel region of no caller.
+ *
+ * layers: of each sequence; NULL to evict nothing from it.
+ * columns: of each, as `larder_evict_by_rule` takes them, or NULL for accumulated attention. */
+void larder_evict_sequences(const struct eviction *call, struct evicted *const *layers,
+                            const struct step_columns *const *columns, int64_t count);
 
 #endif

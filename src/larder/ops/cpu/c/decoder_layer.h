@@ -18,6 +18,7 @@
 
 #include "c_library.h"
 #include "decode_attention.h"
+#include "decode_eviction.h"
 #include "matrix_units.h"
 #include "transform_attention.h"
 
@@ -242,6 +243,9 @@ struct decoder_step {
     int64_t count;
     int64_t attention_threads;
     const struct transform_attention *const *coded; /* as `storages`, NULL for none of them; or NULL */
+    const struct eviction *eviction;  /* behind the attention of each layer, or NULL */
+    struct evicted *const *evicted;   /* as `storages`, NULL for none */
+    const struct step_columns *const *columns; /* of each, or NULL for accumulated attention */
 };
 
 /* [heads, rows, head_dim] to float32 [rows, heads, head_dim]. */
@@ -264,8 +268,16 @@ static void round_heads(const struct decoder_rows *call, const float *from, numb
                     to_number(from[(row * call->heads + head) * dim + d]);
 }
 
-/* Append a token to the storages of every layer, and pass its states through all of them. Returns 0,
- * or 1 if memory is short. */
+/* Count the entries that a step appended to a layer, and evict while its entries are in a cache. */
+static void evict_behind(const struct decoder_step *step, const struct decoder_rows *rows, int64_t layer) {
+    int64_t first = layer * rows->rows;
+    larder_count_steps(step->storages + first, rows->rows, rows->kv_heads);
+    larder_evict_sequences(step->eviction, step->evicted + first,
+                           step->columns ? step->columns + first : NULL, rows->rows);
+}
+
+/* Append a token to the storages of every layer, and pass its states through all of them. With an
+ * eviction, entries are counted as well. Returns 0, or 1 if memory is short. */
 int EXPORTED(larder_decoder_step)(const struct decoder_step *step) {
     struct decoder_rows rows = *step->rows;
     int64_t heads = rows.rows * rows.kv_heads, narrow = heads * rows.head_dim;
@@ -291,6 +303,8 @@ int EXPORTED(larder_decoder_step)(const struct decoder_step *step) {
         }
         if (!failed && step->coded)
             failed = larder_attend_coded(step->coded + l * rows.rows, rows.rows, &call, rows.threads);
+        if (!failed && step->eviction)
+            evict_behind(step, &rows, l);
         if (!failed) {
             round_heads(&rows, call.outs, attended);
             failed = EXPORTED(larder_layer_output)(step->layers + l, &rows);

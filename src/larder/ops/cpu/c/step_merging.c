@@ -8,6 +8,7 @@
 
 #include "decode_eviction.h"
 #include "entry_merge.h"
+#include "eviction_journal.h"
 
 #if defined(__clang__)
 #pragma STDC FP_CONTRACT OFF
@@ -52,8 +53,11 @@ static void merge_folds(const struct evicted *layer, const struct folding *folds
                            folds->intos,  folds->weights, into,             sums,
                            dim,           layer->item_bytes, count};
     int64_t merged = larder_sum_rows(&call);
-    for (int64_t n = 0; n < merged; n++)
-        write_row(layer, row_of(layer, into[n]), sums + n * dim);
+    for (int64_t n = 0; n < merged; n++) {
+        int64_t row = row_of(layer, into[n]);
+        larder_note_merged(layer, row);
+        write_row(layer, row, sums + n * dim);
+    }
     for (int64_t f = 0; layer->log_counts && f < count; f++)
         if (folds->froms[f] == folds->intos[f])
             layer->log_counts[row_of(layer, folds->intos[f])] -= (float)log(folds->weights[f]);
