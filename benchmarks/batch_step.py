@@ -160,8 +160,12 @@ def eviction_steps(
     first.compact()
     switch, decoder = EvictionSwitch(), runtime.decoder
     with switch.installed():
-        probed = [first.fork()]
-        switch.take(decoder, decode_planner(runtime, policy, probed), probed, 0)
+        probed, switch.form = [first.fork()], EvictionForm.STEP
+        probe = decode_planner(runtime, policy, probed)
+        for step in range(
+            2
+        ):  # a fork has its own storage, which the kernel needs, behind the first
+            switch.take(decoder, probe, probed, step)
         forms = BY_RULE if switch.seconds else BY_PLANS
         caches = {form: [first.fork() for _ in range(rows)] for form in forms}
         planners = {form: decode_planner(runtime, policy, own) for form, own in caches.items()}
