@@ -1,14 +1,17 @@
 """Movement by rounding of the cells that `make smoke` measures again.
 
 The same checks run under several kernels of the same processor: those that torch takes by itself,
-those without instructions for bfloat16, those of AVX2, and in float32, which the others
-approximate. Their means over the items of each cell go to `studies/roundings.json`, and those of
-the committed row; `larder_bench.execution.row_comparison` allows what they span.
+those without instructions for bfloat16, those of AVX2, in float32, which the others approximate,
+and Larder's own kernel of layers for calls of up to 16, 64 and 128 tokens. Up to how many it is the
+faster one is measured once per machine; on one machine it came out as 64 and as 128. Their means
+over the items of each cell go to `studies/roundings.json`, and those of the committed row;
+`larder_bench.execution.row_comparison` allows what they span.
 
     python benchmarks/roundings.py --corpus FOLDER --data FOLDER [--kernels avx2] [--model NAME]
+                                   [--study NAME]
 
-Each takes as long as `make smoke`, and less with models named. What is not measured now stays as it
-was in the file.
+Each takes as long as `make smoke`, and less with models or a study named. What is not measured now
+stays as it was in the file.
 """
 
 from __future__ import annotations
@@ -18,9 +21,13 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from larder.core.home import home
 from larder_bench.cli.check import ROUNDINGS
 
 # Environment and options of a check by the kernels that they choose.
@@ -30,13 +37,41 @@ KERNELS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "avx2": ({"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}, ()),
     "float32": ({}, ("--dtype", "float32")),
 }
+ROW_LIMITS = {"rows_16": 16, "rows_64": 64, "rows_128": 128}
+CHOICES = Path("kernels", "choices.json")  # below `$LARDER_HOME`: what was measured of kernels
+LIMIT_KEY = "rows of bfloat16"  # with which the names of such a choice begin
 DIGITS = 6
 
 
 def checks(kernels: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Records of the checks under these kernels."""
-    environment, arguments = KERNELS[kernels]
+    if kernels in ROW_LIMITS:
+        with limited_home(ROW_LIMITS[kernels]) as folder:
+            return _checks({"LARDER_HOME": str(folder)}, (), options)
+    return _checks(*KERNELS[kernels], options)
+
+
+@contextmanager
+def limited_home(rows: int) -> Iterator[Path]:
+    """Folder like `$LARDER_HOME`, with another limit of Larder's kernel of layers."""
+    choices = json.loads((home() / CHOICES).read_text())
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for path in home().iterdir():
+            if path.name != CHOICES.parent.name:
+                (folder / path.name).symlink_to(path)
+        (folder / CHOICES).parent.mkdir()
+        limited = {key: rows if key.startswith(LIMIT_KEY) else n for key, n in choices.items()}
+        (folder / CHOICES).write_text(json.dumps(limited))
+        yield folder
+
+
+def _checks(
+    environment: dict[str, str], arguments: tuple[str, ...], options: argparse.Namespace
+) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "larder", "bench", "--check", "--json", *arguments]
+    if options.study:
+        command += ["--study", options.study]
     for name in ("corpus", "data"):
         if getattr(options, name):
             command += [f"--{name}", str(getattr(options, name))]
@@ -73,12 +108,14 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path)
     parser.add_argument("--data", type=Path)
     parser.add_argument("--model", action="append", help="studies of these models alone")
-    parser.add_argument("--kernels", nargs="+", choices=tuple(KERNELS), default=list(KERNELS))
+    parser.add_argument("--study", help="this study alone")
+    known = [*KERNELS, *ROW_LIMITS]
+    parser.add_argument("--kernels", nargs="+", choices=known, default=known)
     options = parser.parse_args()
-    known = json.loads(ROUNDINGS.read_text()) if ROUNDINGS.is_file() else {}
+    means = json.loads(ROUNDINGS.read_text()) if ROUNDINGS.is_file() else {}
     for kernels in options.kernels:
-        merge(known, kernels, checks(kernels, options))
-        ROUNDINGS.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+        merge(means, kernels, checks(kernels, options))
+        ROUNDINGS.write_text(json.dumps(means, indent=1, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":

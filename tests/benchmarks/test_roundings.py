@@ -44,3 +44,19 @@ def test_means_of_another_check_are_dropped() -> None:
     assert set(known["one"]["kernels"]) == {"plain", "avx2"}
     merge(known, "plain", [record | {"check": "c"}])
     assert known["one"]["check"] == "c" and set(known["one"]["kernels"]) == {"plain"}
+
+
+def test_limited_home_changes_row_limits_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = run_path(str(SCRIPT))
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "models").mkdir()
+    choices = {"rows of bfloat16, one": 128, "rows of float32, one": 64}
+    (tmp_path / script["CHOICES"]).write_text(json.dumps(choices))
+    monkeypatch.setenv("LARDER_HOME", str(tmp_path))
+    with script["limited_home"](16) as folder:
+        limited = json.loads((folder / script["CHOICES"]).read_text())
+        assert (folder / "models").is_symlink()
+    assert limited == choices | {"rows of bfloat16, one": 16}
+    assert json.loads((tmp_path / script["CHOICES"]).read_text()) == choices
