@@ -15,8 +15,11 @@ import argparse
 import json
 import math
 import time
+import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from itertools import accumulate
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -30,23 +33,84 @@ from larder.models.model_packages import PACKAGED_MODELS
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.tasks.base import parse_task
-from training.samples import MixtureComponent, Recipe
+from training.samples import MixtureComponent
 
 RECIPE = Path(__file__).with_name("lora_recipe.toml")
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 TRIES = 200
 FIRST_SEED = 10**6  # seeds below it are of tests and benchmarks
 WARMUP_STEPS, LEAST_RATE, CLIP = 10, 0.05, 1.0
-REPORT_STEPS, SAVE_SECONDS = 10, 150
+REPORT_STEPS = 10
 HELD_OUT_SAMPLES = 6
+MOST_GAPS = 6
+
+
+class PhaseOrder(Enum):
+    """Order of a recipe's phases.
+
+    SEQUENCE: one after the other, each for its share of the time.
+    RANDOM: drawn for each sample, with its share of the samples.
+    """
+
+    SEQUENCE = "sequence"
+    RANDOM = "random"
+
+
+@dataclass(frozen=True)
+class DialoguePhase:
+    """Length of samples in tokens and its share, relative to the others.
+
+    Args:
+        span: number of positions over which the tokens are spread, see `spread_positions`; a
+            smaller one than the length leaves them dense.
+    """
+
+    context: int
+    share: float
+    span: int = 0
+
+
+@dataclass(frozen=True)
+class DialogueRecipe:
+    """Kinds of conversations, and the lengths of samples."""
+
+    components: tuple[MixtureComponent, ...]
+    phases: tuple[DialoguePhase, ...]
+    order: PhaseOrder = PhaseOrder.SEQUENCE
+
+    @staticmethod
+    def read(path: Path) -> DialogueRecipe:
+        """Recipe of a TOML file."""
+        fields: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+        return DialogueRecipe(
+            tuple(MixtureComponent(**each) for each in fields["tasks"]),
+            tuple(DialoguePhase(**each) for each in fields["phases"]),
+            PhaseOrder(fields.get("order", PhaseOrder.SEQUENCE.value)),
+        )
+
+    def phase(self, elapsed: float, random: Random) -> DialoguePhase:
+        """Phase of the next sample after a share of the time."""
+        shares = [each.share for each in self.phases]
+        if self.order is PhaseOrder.RANDOM:
+            return random.choices(self.phases, shares)[0]
+        for phase, ended in zip(self.phases, accumulate(shares), strict=True):
+            if elapsed < ended / sum(shares):
+                return phase
+        return self.phases[-1]
 
 
 @dataclass(frozen=True)
 class DialogueSample:
-    """Token ids of a conversation with its questions, and whether each is part of an answer."""
+    """Token ids of a conversation with its questions, and whether each is part of an answer.
+
+    Args:
+        starts: indices in increasing order at which messages and questions start, the first left
+            out: where `spread_positions` may leave positions out.
+    """
 
     ids: tuple[int, ...]
     is_answer: tuple[bool, ...]
+    starts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,17 +141,20 @@ class DialogueMixture:
                 conversation = task.make(random.randrange(FIRST_SEED, 2**31), room, self.sources)
             except (BadParameter, TooLittle):
                 continue
-            ids = list(self.tokenizer.encode_conversation(conversation).ids)
+            transcript = self.tokenizer.encode_conversation(conversation)
+            ids = list(transcript.ids)
+            starts = [start for start, _ in transcript.spans[1:]]
             is_answer = [False] * len(ids)
             for question in random.sample(conversation.questions, len(conversation.questions)):
                 asked = self.tokenizer.encode_question_about(conversation, question)
                 answer = self.tokenizer.encode_answer_about(conversation, question)
                 if len(ids) + len(asked) + len(answer) > tokens:
                     break
+                starts.append(len(ids))
                 ids += asked + answer
                 is_answer += [False] * len(asked) + [True] * len(answer)
             if any(is_answer):
-                return DialogueSample(tuple(ids), tuple(is_answer))
+                return DialogueSample(tuple(ids), tuple(is_answer), tuple(starts))
         raise BadParameter(f"training.lora needs samples that fit {tokens} tokens: take more.")
 
 
@@ -104,11 +171,12 @@ class LoraTraining:
 
     model: Any
     mixture: DialogueMixture
-    recipe: Recipe
+    recipe: DialogueRecipe
     seconds: float
     rate: float
     accumulate: int
     out: Path
+    save_seconds: float = 150
 
     def run(self, seed: int) -> None:
         """Train until the time is over; saves on the way and at the end."""
@@ -122,8 +190,9 @@ class LoraTraining:
             for group in optimizer.param_groups:
                 group["lr"] = self.rate * _rate_share(step, share)
             for _ in range(self.accumulate):
-                sample = self.mixture.draw(random, self._context(share))
-                loss = answer_loss(self.model, sample)
+                phase = self.recipe.phase(share, random)
+                sample = self.mixture.draw(random, phase.context)
+                loss = answer_loss(self.model, sample, spread_positions(sample, phase.span, random))
                 (loss / self.accumulate).backward()
                 losses.append(float(loss.detach()))
                 tokens += len(sample.ids)
@@ -134,7 +203,7 @@ class LoraTraining:
             if step % REPORT_STEPS == 0:
                 self._report(step, share, tokens, answers, losses)
                 losses.clear()
-            if time.monotonic() - saved > SAVE_SECONDS:
+            if time.monotonic() - saved > self.save_seconds:
                 self._save(step, tokens, held_out)
                 saved = time.monotonic()
         self._save(step, tokens, held_out)
@@ -144,16 +213,6 @@ class LoraTraining:
         while time.monotonic() - started < self.seconds:
             yield step
             step += 1
-
-    def _context(self, share: float) -> int:
-        """Length of samples after a share of the time."""
-        total = sum(phase.share for phase in self.recipe.phases)
-        passed = 0.0
-        for phase in self.recipe.phases:
-            passed += phase.share / total
-            if share < passed:
-                return phase.context
-        return self.recipe.phases[-1].context
 
     def _held_out(self) -> list[DialogueSample]:
         random = Random(-1)
@@ -193,14 +252,42 @@ def save_adapter(model: Any, folder: Path) -> None:
     config.save_pretrained(str(folder))
 
 
-def answer_loss(model: Any, sample: DialogueSample) -> Tensor:
+def spread_positions(sample: DialogueSample, span: int, random: Random) -> Tensor:
+    """Positions of a sample's tokens, with gaps at starts of messages, up to `span` in all.
+
+    A short sample then shows the distances of a long one at the cost of a short one. The number of
+    gaps, their places and their sizes are random, and so is the number of positions left out: from
+    none to all that `span` allows.
+
+    Dawei Zhu et al., "PoSE: Efficient Context Window Extension of LLMs via Positional Skip-wise
+    Training" (2023), arXiv:2309.10400, section 3.2; chunks end with messages here, of which the
+    number differs.
+    """
+    positions = torch.arange(len(sample.ids))
+    room = random.randint(0, max(0, span - len(sample.ids)))
+    starts = random.sample(sample.starts, min(len(sample.starts), random.randint(1, MOST_GAPS)))
+    ends = [0, *sorted(random.randint(0, room) for _ in starts[1:]), room]
+    for start, before, after in zip(starts, ends, ends[1:], strict=False):
+        positions[start:] += after - before
+    return positions
+
+
+def answer_loss(model: Any, sample: DialogueSample, positions: Tensor | None = None) -> Tensor:
     """Mean cross entropy of the answers' tokens; logits exist for these alone."""
     ids = torch.tensor([sample.ids])
-    positions = torch.tensor([n - 1 for n, used in enumerate(sample.is_answer) if used])
+    if positions is None:
+        positions = torch.arange(len(sample.ids))
+    predicting = torch.tensor([n - 1 for n, used in enumerate(sample.is_answer) if used])
     base = model.get_base_model()
-    hidden = base.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state[0]
-    logits = base.lm_head(hidden[positions]).float()
-    return cross_entropy(logits, ids[0, positions + 1])
+    hidden = base.model(
+        input_ids=ids[:, :-1],
+        # Without a mask transformers takes gaps between positions for borders of packed sequences.
+        attention_mask=torch.ones_like(ids[:, :-1]),
+        position_ids=positions[None, :-1],
+        use_cache=False,
+    ).last_hidden_state[0]
+    logits = base.lm_head(hidden[predicting]).float()
+    return cross_entropy(logits, ids[0, predicting + 1])
 
 
 def _rate_share(step: int, share: float) -> float:
@@ -223,6 +310,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--start", type=Path, help="folder of an adapter to go on from")
     parser.add_argument("--attention", default="sdpa", help="eager is faster below 800 tokens")
+    parser.add_argument("--save-seconds", type=float, default=150)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--recipe", type=Path, default=RECIPE)
     options = parser.parse_args()
     from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
@@ -230,6 +319,7 @@ def main() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.manual_seed(options.seed)
+    torch.set_num_threads(options.threads)
     folder = PACKAGED_MODELS[options.model].folder(options.model)
     module = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, attn_implementation=options.attention
@@ -243,16 +333,17 @@ def main() -> None:
     if options.start:
         set_peft_model_state_dict(model, load_peft_weights(str(options.start), "cpu"))
     sources = TaskSources(tokenizer.count_tokens, options.corpus, split="train")
-    recipe = Recipe.read(options.recipe)
+    recipe = DialogueRecipe.read(options.recipe)
     options.out.mkdir(parents=True, exist_ok=True)
     training = LoraTraining(
         model,
-        DialogueMixture(recipe.ingredients, sources, tokenizer),
+        DialogueMixture(recipe.components, sources, tokenizer),
         recipe,
         options.seconds,
         options.rate,
         options.accumulate,
         options.out,
+        options.save_seconds,
     )
     training.run(options.seed)
 
