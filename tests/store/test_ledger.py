@@ -33,7 +33,7 @@ def test_reservations_never_exceed_the_budgets(
             try:
                 open_ones.append(ledger.reserve(tier, tenant, count))
             except BudgetError:
-                assert ledger.room(tier, tenant) < count
+                assert ledger.free_bytes(tier, tenant) < count
         elif what == "lower":
             over = ledger.lower(tier, count)
             assert over == max(ledger.used(tier) - count, 0)

@@ -73,7 +73,7 @@ class AdminOperations:
         try:
             self._tiers.grant(session, self._backend_of(session.serving).idle_demand(session))
             if saved is not None:
-                reservation = self._tiers.host_room(session, saved.load_bytes)
+                reservation = self._tiers.reserve_host(session, saved.load_bytes)
         except BudgetError as error:
             raise memory_in_use(session.name) from error
         finally:

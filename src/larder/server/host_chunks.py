@@ -206,7 +206,7 @@ class HostChunks:
                     excess = ledger.used(Tier.HOST) + count - ledger.limit(Tier.HOST)
             # Chunks of others make no room in the tenant's own budget.
             is_own = excess <= 0
-            missing = count - ledger.room(Tier.HOST, tenant) if is_own else excess
+            missing = count - ledger.free_bytes(Tier.HOST, tenant) if is_own else excess
             if not self._drop(tenant if is_own else None, parent, max(1, missing)):
                 return None
 

@@ -130,7 +130,7 @@ class ByteLedger:
         with self._freed:
             is_hopeless = count > min(self.limit(tier), self.tenant_limit(tier, tenant))
             if is_hopeless or not self._freed.wait_for(
-                lambda: not count or self.room(tier, tenant) >= count, wait_seconds
+                lambda: not count or self.free_bytes(tier, tenant) >= count, wait_seconds
             ):
                 raise self._refusal(tier, tenant, count)
             self._add(tier, tenant, count)
@@ -205,7 +205,7 @@ class ByteLedger:
         with self.lock:
             return self._used[tier] if tenant is None else self._of[tier, tenant]
 
-    def room(self, tier: Tier, tenant: str) -> int:
+    def free_bytes(self, tier: Tier, tenant: str) -> int:
         """Bytes that a tenant can reserve now; negative after a budget was lowered."""
         with self.lock:
             total = self.limit(tier) - self._used[tier]

@@ -78,7 +78,7 @@ def test_load_waits_for_one_write_only(
     def no_room(session: SessionState, count: int) -> None:
         monkeypatch.setattr(tiers, "awaitable_write", lambda *_: object())
 
-    monkeypatch.setattr(tiers, "host_room", no_room)
+    monkeypatch.setattr(tiers, "reserve_host", no_room)
     may_end.set()
     stored.run()
     assert waiting.result.restored_tokens == 0 and waiting.result.recomputed_tokens > 0

@@ -207,7 +207,7 @@ def test_prefetch_does_not_evict_host_memory_of_others(small: LoadedModel, tmp_p
     stored.ask(box_question(1), "x")
     session = on_disk(stored)
     held = list[SessionState]()
-    while stored.core.ledger.room(Tier.HOST, "a") >= size.load_bytes:
+    while stored.core.ledger.free_bytes(Tier.HOST, "a") >= size.load_bytes:
         stored.ask(box_question(9 + len(held)), f"y{len(held)}", tenant="b")
         held.append(stored.core.sessions.find("b", f"y{len(held)}"))
         assert stored.core.tiers.offload(held[-1])

@@ -291,7 +291,7 @@ class PrefixBackend(SessionBackend):
             ),
         )
         ahead = self._tiers.take_started(source, saved)
-        reservation = self._tiers.host_room(session, saved.load_bytes)
+        reservation = self._tiers.reserve_host(session, saved.load_bytes)
         if reservation is None:
             self._await_write(state, saved)
             return False

@@ -198,7 +198,7 @@ class DeviceReservations:
         return max(
             0,
             device_bytes + transient - total,
-            device_bytes - self._ledger.room(Tier.DEVICE, tenant),
+            device_bytes - self._ledger.free_bytes(Tier.DEVICE, tenant),
         )
 
     @property

@@ -68,7 +68,7 @@ class TierManager:
         self.in_host: dict[int, SessionState] = {}
         self.shares = SharedPrefixes(self.on_device, reservations)
         self.started: dict[int, StartedLoad] = {}  # loads ahead of requests, by session
-        self.chats = ChatHostMemory(ledger, self.in_host, self._host_room)
+        self.chats = ChatHostMemory(ledger, self.in_host, self._free_host)
         self.transcripts = TranscriptMemory(ledger, unload)
         self.rates = HostMoveRates()
         self.parked: Counter[str] = Counter()
@@ -142,9 +142,9 @@ class TierManager:
         except BudgetError:
             self.drop(session)
 
-    def host_room(self, session: SessionState, count: int) -> Reservation | None:
-        """Reservation of host memory; None if there is no room."""
-        if not self._host_room(session, count):
+    def reserve_host(self, session: SessionState, count: int) -> Reservation | None:
+        """Reserve host memory, by eviction if needed; None if too little can be freed now."""
+        if not self._free_host(session, count):
             return None
         return self._ledger.reserve(Tier.HOST, session.tenant, count)
 
@@ -238,7 +238,7 @@ class TierManager:
             return self._parked(session, self.chats.offload(session))
         count = residency.idle_bytes
         self._free_written_host(session, count + self._writer.start_bytes(COPIES * count))
-        reservation = self.host_room(session, count)
+        reservation = self.reserve_host(session, count)
         if reservation is None:
             return False
         with self.rates.measure(count):
@@ -278,7 +278,7 @@ class TierManager:
             return self._writer.write_in_progress(session)
         if not session.residency.is_resident or not self._writer.can_write(session):
             return None
-        self._host_room(session, session.residency.write_bytes)
+        self._free_host(session, session.residency.write_bytes)
         return self._writer.start(session)
 
     def drop(self, session: SessionState) -> None:
@@ -294,7 +294,9 @@ class TierManager:
         """Charge the transcript's present size; False if it exceeds the tenant's share or there is
         no room."""
         logs = self.transcripts
-        if logs.exceeds_share(session) or not self._transcript_room(session, logs.missing(session)):
+        if logs.exceeds_share(session) or not self._free_host_for_transcript(
+            session, logs.missing(session)
+        ):
             return False
         self.transcripts.charge(session)
         return True
@@ -362,9 +364,8 @@ class TierManager:
         ):
             self._unload(session)
 
-    def _host_room(self, session: SessionState, count: int) -> bool:
-        """Make room in host memory; False while it must wait for a write, or all sessions are in
-        use."""
+    def _free_host(self, session: SessionState, count: int) -> bool:
+        """Free host memory; False while it must wait for a write, or all sessions are in use."""
         if count > self._host_limit(session.tenant):
             return False
         while not self._free_written_host(session, count):
@@ -377,7 +378,7 @@ class TierManager:
         return True
 
     def _free_written_host(self, session: SessionState, count: int) -> bool:
-        """Make room by evicting only caches that the store has or cannot take, and idle
+        """Free host memory by evicting only caches that the store has or cannot take, and idle
         transcripts."""
         while (missing := self._missing_host(session, count)) > 0:
             idle = [each for each in self.in_host.values() if not self._writer.can_write(each)]
@@ -387,12 +388,12 @@ class TierManager:
                 return False
         return True
 
-    def _transcript_room(self, session: SessionState, count: int) -> bool:
-        """Make room for a transcript, without waiting for writes."""
+    def _free_host_for_transcript(self, session: SessionState, count: int) -> bool:
+        """Free host memory for a transcript, without waiting for writes."""
         if count > self._host_limit(session.tenant):
             return False
         while count > 0 and (missing := self._missing_host(session, count)) > 0:
-            if self._host_room(session, count):
+            if self._free_host(session, count):
                 return True
             if not self._evict_from_host(session, self.in_host.values(), count, missing):
                 return False
@@ -418,7 +419,7 @@ class TierManager:
         return self.is_writing(self._whose_host(session, count))
 
     def _missing_host(self, session: SessionState, count: int) -> int:
-        return count - self._ledger.room(Tier.HOST, session.tenant)
+        return count - self._ledger.free_bytes(Tier.HOST, session.tenant)
 
     def _host_limit(self, tenant: str) -> int:
         ledger = self._ledger

@@ -57,7 +57,7 @@ class CachePrefetcher:
         if residency.is_resident:
             self._activate(session)
         elif (saved := residency.saved_cache) is not None:
-            reservation = self._tiers.host_room(session, saved.load_bytes)
+            reservation = self._tiers.reserve_host(session, saved.load_bytes)
             if reservation is not None:
                 load = StartedLoad(saved, reservation, self._tiers.disk.load(session, saved))
                 self._tiers.started[session.key] = load

@@ -70,7 +70,7 @@ class DiskEviction:
         share its budget.
         """
         ledger = self._blobs.ledger
-        wanted = count - ledger.room(Tier.DISK, tenant)
+        wanted = count - ledger.free_bytes(Tier.DISK, tenant)
         if wanted <= 0 or count > ledger.limit(Tier.DISK):
             return
         is_own = ledger.limit(Tier.DISK) - ledger.used(Tier.DISK) >= count
