@@ -134,13 +134,13 @@ class ReuseIntervals:
         lengths = np.diff(edges)
         prices = np.full(len(lengths), self._one_price(saved, budget_bytes * lengths.sum()))
         least = float(saved.sum())
-        for number in range(ROUNDS):
+        for index in range(ROUNDS):
             paid = np.concatenate([[0.0], (prices * lengths).cumsum()])
             span = np.interp(self.ends, edges, paid) - np.interp(self.begins, edges, paid)
             gains = saved - self.bytes * span
             least = min(least, float(gains[gains > 0].sum() + budget_bytes * paid[-1]))
             demand = self._demand(gains > 0, edges) / (budget_bytes * lengths)
-            prices *= np.clip(demand, 0.2, 5.0) ** (0.5 / (1 + number / 15))
+            prices *= np.clip(demand, 0.2, 5.0) ** (0.5 / (1 + index / 15))
         return least
 
     def _one_price(self, saved: FloatColumn, capacity: float) -> float:

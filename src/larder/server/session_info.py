@@ -255,10 +255,10 @@ def session_transcript(session: SessionState) -> SessionTranscript:
     """Messages of a session; messages of one prompt share its tokens evenly."""
     turns, spans, start = list[ChatMessage](), list[tuple[int, int]](), 0
     for each in session.turns:
-        for number in range(len(each.messages)):
+        for index in range(len(each.messages)):
             first, stop = (
                 start + len(each.prompt_ids) * edge // len(each.messages)
-                for edge in (number, number + 1)
+                for edge in (index, index + 1)
             )
             spans.append((first, stop))
         middle = start + len(each.prompt_ids)

@@ -143,12 +143,12 @@ class SessionCaches:
     def copies(self) -> Iterator[SequenceCache]:
         """Copy every cache by number into host memory; the originals stay where they are."""
         spec = self._spec.on_host
-        for number in range(len(self)):
-            if self._active is not None and self._active[0] == number:
+        for index in range(len(self)):
+            if self._active is not None and self._active[0] == index:
                 cache = self._active[1]
                 yield SequenceCache.restore(spec, cache.state(), cache.meta())
             else:
-                offloaded = self._offloaded[number]
+                offloaded = self._offloaded[index]
                 yield SequenceCache.restore(spec, offloaded.state, offloaded.meta)
 
     def lend_views(self) -> tuple[SequenceCache, ...]:

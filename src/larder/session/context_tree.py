@@ -110,7 +110,7 @@ def _tree_orders(lists: Sequence[Ids]) -> list[Ids]:
         prefixes[node] = prefix
         if node >= count:
             prefixes |= dict.fromkeys(merges[node - count], prefix)
-    return [prefixes[number] for number in range(count)]
+    return [prefixes[index] for index in range(count)]
 
 
 def _distances(lists: Sequence[Ids]) -> NDArray[np.float64]:

@@ -72,8 +72,8 @@ class Stages(Measure):
         memory = reader.read(questions[0])
         once = _time_clustering(bench.engine, memory)
         turns = [
-            _time_turn(bench.engine, memory, questions[number % len(questions)], self.answer)
-            for number in range(self.timed)
+            _time_turn(bench.engine, memory, questions[index % len(questions)], self.answer)
+            for index in range(self.timed)
         ]
         each = {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
         each["retrieve"] = _time_cache_fetch(memory)

@@ -39,12 +39,12 @@ def budget_rows(memory: ConversationMemory) -> list[Row]:
     """
     count = max(1, len(memory.router.prompts()))
     before, rows = memory.caches.active_number, list[Row]()
-    for number in range(count):
-        cache = memory.caches.activate(number)
+    for index in range(count):
+        cache = memory.caches.activate(index)
         sliding = [layer.index for layer in cache.spec.layers if layer.sliding_window is not None]
         data = {
             "row": "budgets",
-            "episode": number,
+            "episode": index,
             "context_tokens": memory.figures.context_tokens,
             "budget_tokens": memory.figures.budget_tokens,
             "lengths": [list(layer) for layer in cache.lengths()],

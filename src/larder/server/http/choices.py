@@ -115,14 +115,14 @@ def prompt_choices(request: Request, num_choices: int, is_echoed: bool = False) 
     if num_choices == 1:
         return PromptChoices((request,), echo)
     first = replace(request, choice_group=new_id("choices-"))
-    seeds = (first.sampling.seed + number for number in range(num_choices))
+    seeds = (first.sampling.seed + index for index in range(num_choices))
     requests = tuple(
         replace(
             first,
-            choice=number,
+            choice=index,
             sampling=replace(first.sampling, seed=seed if seed < SEEDS else seed - SEEDS),
         )
-        for number, seed in enumerate(seeds)
+        for index, seed in enumerate(seeds)
     )
     return PromptChoices(requests, echo)
 

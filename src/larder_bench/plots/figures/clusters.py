@@ -53,15 +53,15 @@ def representative_text(row: Row, episode: int) -> str:
 def _figure(row: Row) -> Any:
     from matplotlib.figure import Figure as Sheet
 
-    texts = [_episode_lines(row, number) for number in range(len(row["episodes"]))]
+    texts = [_episode_lines(row, index) for index in range(len(row["episodes"]))]
     text_height = sum(len(lines) + 0.75 for _, lines in texts) * LEAD
     height = max(MAP, text_height) + TOP + BOTTOM
     with figure_style():
         figure = Sheet(figsize=(PAGE, height))
         side = height - TOP - BOTTOM
         axes = axes_at(figure, 0.06, BOTTOM + (side - MAP) / 2, MAP, MAP)
-        for number in range(len(texts)):
-            _dots(axes, row, number)
+        for index in range(len(texts)):
+            _dots(axes, row, index)
         _frame(axes)
         _words(figure, texts, height)
     return figure

@@ -174,7 +174,7 @@ class NeedleGrid(Figure):
 
 
 def _name(axes: Any, chart: GridChart, depths: int, is_first: bool) -> None:
-    ticks = [number + 0.5 for number in range(len(chart.lengths))]
+    ticks = [index + 0.5 for index in range(len(chart.lengths))]
     axes.set_xticks(ticks, [_tokens(length) for length in chart.lengths])
     axes.set_yticks([0, depths / 2, depths], ["0%", "50%", "100%"] if is_first else [])
     if is_first:
