@@ -5,10 +5,10 @@ Leverage Scores" (2025), arXiv:2507.08143: the parts `leverage` and `non_causal`
 deviations from the mean of its layer, added with a weight on the leverage. As in the code that the
 authors gave to NVIDIA/kvpress, the weight is by default the share of the text that is dropped, the
 first and last tokens always stay and do not count, and both are as described at these parts: one
-sketch for all layers, a ridge relative to the keys, no padding among the keys. That code scores the
-tokens between as if the first and last ones were not there (`ends="left_out"`); here they are by
-default among the keys and queries. Scores that differ by less than a twentieth of their mean do so
-by rounding: a layer's spread counts as at least that.
+sketch for all layers, a ridge relative to the keys, no padding among the keys. As in that code, the
+tokens between are scored as if the first and last ones were not there; with `ends="among"` these
+are among the keys and queries. Scores that differ by less than a twentieth of their mean do so by
+rounding: a layer's spread counts as at least that.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Compactor(Scorer):
         chunk: positions of a chunk, as of `non_causal`.
         sinks, recent: first and last tokens that always stay and do not count.
         tokens: the budget, in entries per kv head; left open, the policy's.
-        ends: whether the first and last tokens are `among` the keys and queries that score the
-            others, as where it is left open, or `left_out`, as in the released code.
+        ends: whether the first and last tokens are `left_out` while the others are scored, as in
+            the released code, or `among` the keys and queries.
     """
 
     blend: float | None = None
@@ -59,7 +59,7 @@ class Compactor(Scorer):
     sinks: int = 8
     recent: int = 4
     tokens: int | None = None
-    ends: CompactorEnds | None = None
+    ends: CompactorEnds = CompactorEnds.LEFT_OUT
 
     def __post_init__(self) -> None:
         require(self.blend is None or self.blend >= 0, "compactor.blend", "0 or more", self.blend)
