@@ -240,15 +240,15 @@ class StepTable(NamedTuple):
     def of(layers: Sequence[StepLayer], positions: Sequence[int]) -> StepTable:
         """Table of layers, for tokens at some positions."""
         held = [[each for own in storages for each in own.segments] for *_, storages in layers]
-        pieces = np.array([_segment_fields(each) for own in held for each in own], np.int64)
-        rows, place = list[tuple[int, ...]](), pieces.ctypes.data
+        segments = np.array([_segment_fields(each) for own in held for each in own], np.int64)
+        rows, address = list[tuple[int, ...]](), segments.ctypes.data
         stored = list[int]()
         for (keys, values, storages), own in zip(layers, held, strict=True):
-            rows += _step_rows(keys, values, positions, storages, place)
+            rows += _step_rows(keys, values, positions, storages, address)
             stored.append(sum(each.keys.shape[0] for each in (*storages, *own)))
-            place += len(own) * SEGMENT_BYTES
+            address += len(own) * SEGMENT_BYTES
         calls = [own.coded for *_, storages in layers for own in storages]
-        return StepTable(np.array(rows, np.int64), pieces, stored, _addresses(calls))
+        return StepTable(np.array(rows, np.int64), segments, stored, _addresses(calls))
 
     @staticmethod
     def of_layers(

@@ -133,10 +133,10 @@ class EvictionTable:
         self.layers, self.rule = list(layers), rule
         self._spared_last = np.array(spared_last, np.int64)
         self._edges = np.array([edge for own in storages for edge in own.edges], np.int64)
-        rows, place = [], self._edges.ctypes.data
+        rows, address = [], self._edges.ctypes.data
         for own in storages:
-            rows.append(_fields(own, place))
-            place += len(own.edges) * self._edges.itemsize
+            rows.append(_fields(own, address))
+            address += len(own.edges) * self._edges.itemsize
         self.rows = np.array(rows, np.int64)
         self.columns = np.array([_column_fields(own) for own in storages], np.int64)
         self.floats = sum(2 * own.keys.numel() for own in storages)

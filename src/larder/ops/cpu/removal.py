@@ -104,7 +104,7 @@ def move_rows(
     if not rows:
         return
     library = c_library()
-    places = [storage.data_ptr() for storage in storages]
+    pointers = [storage.data_ptr() for storage in storages]
     row_bytes = [storage.stride(0) * storage.itemsize for storage in storages]
     work = rows * sum(row_bytes) // BYTES_PER_FLOAT
     if library is None:
@@ -113,7 +113,7 @@ def move_rows(
         threads = num_threads_for(work)
         run = kernels.move_in_parallel if threads > 1 else kernels.move_serially
         run(
-            np.array(places, np.int64),
+            np.array(pointers, np.int64),
             np.array(row_bytes, np.int64),
             kept.contiguous().numpy(),
             starts.numpy(),
@@ -123,7 +123,7 @@ def move_rows(
             threads,
         )
         return
-    addresses, sizes, counts = integers(places), integers(row_bytes), integers(new_lengths)
+    addresses, sizes, counts = integers(pointers), integers(row_bytes), integers(new_lengths)
     kept, starts, new_starts, lengths = (
         x.contiguous() for x in (kept, starts, new_starts, lengths)
     )
@@ -246,8 +246,8 @@ class RemovalTable:
         for own, count in zip(self._removals, heads, strict=True):
             kept, starts, lengths = (x.data_ptr() for x in (own.kept, own.starts, own.lengths))
             edges = numbers + count * item
-            places = addresses, sizes, kept, numbers, edges, new_starts, starts, lengths
-            rows.append((*places, len(own.storages), count, 0, -1))
+            pointers = addresses, sizes, kept, numbers, edges, new_starts, starts, lengths
+            rows.append((*pointers, len(own.storages), count, 0, -1))
             numbers += (2 * count + 1) * item
             new_starts += count * item
             addresses += len(own.storages) * item
