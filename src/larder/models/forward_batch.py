@@ -199,7 +199,7 @@ class ForwardBatch:
         layer: int,
         sides: tuple[Queries, Keys, Values],
         blocks: BlockSegments | None,
-        done: Mapping[int, Queries],
+        done: Mapping[int, Tensor],
     ) -> Queries:
         """Packed output of all segments; those that are not done yet attend one by one.
 
