@@ -333,4 +333,4 @@ int EXPORTED(larder_linear)(const number *rows, const number *matrix, const numb
 }
 
 /* Most rows for which these products can be the fastest. */
-int64_t EXPORTED(larder_most_rows)(void) { return sizeof(number) == sizeof(float) ? 64 : 128; }
+int64_t EXPORTED(larder_most_rows)(void) { return 128; }
