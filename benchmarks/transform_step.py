@@ -1,11 +1,12 @@
 """Decode steps over transform-coded caches, relative to the full cache, and the cost of coding.
 
-A document is read once by a policy; its plan is carried out at each budget on a copy. Steps over
-the full cache and the others take turns, so that a busy machine slows all alike; printed are the
-median CPU time of a step and its ratio to the full cache's, and what fitting and coding took of
-reading.
+A document is read once by the first policy; its scores serve the others, and the plan of each is
+carried out at each budget on a copy. Steps over the full cache and the others take turns, so that a
+busy machine slows all alike; printed are the median CPU time of a step and its ratio to the full
+cache's, bits of a coded number, and what fitting and coding took of reading.
 
     python benchmarks/transform_step.py --corpus FOLDER --model smollm2 --tokens 4096
+    python benchmarks/transform_step.py --corpus FOLDER --policy larder --policy "larder, planes"
 
 Budgets are shares of the full cache's bytes in the dtype of the model.
 """
@@ -22,7 +23,7 @@ import torch
 from _timing import environment
 from transform_fidelity import POLICIES, documents
 
-from larder.cache import SequenceCache
+from larder.cache import SequenceCache, TransformLayer
 from larder.core import Mode
 from larder.engine import Engine
 from larder.models import BatchSegment
@@ -32,25 +33,37 @@ from larder_bench.scoring.recorded_scores import RecordedText
 SHARES = {"1/4": 0.25, "1/8": 0.125, "1/16": 0.0625}
 
 
+Key = tuple[str, str]  # policy, and budget
+
+
 def caches_of(
-    text: RecordedText, policy: Policy
-) -> tuple[dict[str, SequenceCache], dict[str, float]]:
-    """Caches of each budget, and the CPU seconds that planning and coding took."""
+    text: RecordedText, policies: dict[str, Policy]
+) -> tuple[dict[Key, SequenceCache], dict[Key, float]]:
+    """Caches of each policy and budget, and the CPU seconds that planning and coding took."""
     length = len(text.ids)
-    caches, seconds = dict[str, SequenceCache](), dict[str, float]()
-    text.held(policy, length // 8)  # compiles kernels
-    for name, share in SHARES.items():
-        started = time.process_time()
-        caches[name] = text.held(policy, int(length * share))
-        seconds[name] = time.process_time() - started
+    caches, seconds = dict[Key, SequenceCache](), dict[Key, float]()
+    for name, policy in policies.items():
+        text.held(policy, length // 8)  # compiles kernels
+        for budget, share in SHARES.items():
+            started = time.process_time()
+            caches[name, budget] = text.held(policy, int(length * share))
+            seconds[name, budget] = time.process_time() - started
     return caches, seconds
 
 
+def bits_of(cache: SequenceCache) -> float:
+    """Bits of a number of the transform layers' coded entries, their positions included."""
+    layers = map(cache.step_layer, range(len(cache.spec.layers)))
+    tiers = [layer.tier for layer in layers if isinstance(layer, TransformLayer)]
+    numbers = sum(len(tier) * 2 * tier.tables.mean.shape[2] for tier in tiers)
+    return sum(tier.payload.nbytes + tier.index.nbytes for tier in tiers) * 8 / max(numbers, 1)
+
+
 def step_seconds(
-    engine: Engine, caches: dict[str, SequenceCache], ids: tuple[int, ...]
-) -> dict[str, list[float]]:
+    engine: Engine, caches: dict[Key, SequenceCache], ids: tuple[int, ...]
+) -> dict[Key, list[float]]:
     """CPU seconds of each step by cache, the caches in turn, after one step each to warm up."""
-    seconds: dict[str, list[float]] = {name: [] for name in caches}
+    seconds: dict[Key, list[float]] = {name: [] for name in caches}
     for token in ids:
         for name, cache in caches.items():
             started = time.process_time()
@@ -69,29 +82,35 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument(
-        "--policy", default="larder", help="name in transform_fidelity.py, or a sentence"
+        "--policy",
+        action="append",
+        default=[],
+        help="name in transform_fidelity.py, or a sentence; may be given several times "
+        "(default: larder)",
     )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     engine = Engine.load(options.model, policy="full", dtype=options.dtype)
-    sentence = POLICIES.get(options.policy, options.policy)
+    names = options.policy or ["larder"]
+    policies = {name: Policy.parse(POLICIES.get(name, name)) for name in names}
     whole = options.tokens + options.steps + 1
     ids = documents(options.corpus, engine, 1, whole)[0]
-    text, policy = RecordedText.of(engine, ids, options.steps + 1), Policy.parse(sentence)
+    text = RecordedText.of(engine, ids, options.steps + 1)
     started = time.process_time()
-    text.scores(policy)  # reads the document under the policy, and scores it
+    text.scores(policies[names[0]])  # reads the document under the policy, and scores it
     reading = time.process_time() - started
-    caches, coding = caches_of(text, policy)
-    print(json.dumps({"policy": sentence, **environment()}))
-    caches = {"full": text.cache, **caches}
+    coded, coding = caches_of(text, policies)
+    print(json.dumps({"policies": [str(policy) for policy in policies.values()], **environment()}))
+    caches = {("full", "1"): text.cache, **coded}
     seconds = step_seconds(engine, caches, ids[options.tokens :])
-    base = statistics.median(seconds["full"])
-    for name, own in seconds.items():
+    base = statistics.median(seconds["full", "1"])
+    for (name, budget), own in seconds.items():
         middle = statistics.median(own)
-        row = {"budget": name, "milliseconds": round(middle * 1e3, 2)}
+        row = {"policy": name, "budget": budget, "milliseconds": round(middle * 1e3, 2)}
         row["ratio"] = round(middle / base, 3)
-        if name in coding:
-            row["coding_share_of_reading"] = round(coding[name] / reading, 3)
+        if (name, budget) in coding:
+            row["bits"] = round(bits_of(coded[name, budget]), 4)
+            row["coding_share_of_reading"] = round(coding[name, budget] / reading, 3)
         print(json.dumps(row), flush=True)
 
 

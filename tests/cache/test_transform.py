@@ -39,7 +39,7 @@ from references import transform as reference
 from transforms import FINE_STEP, a_transform_layer, some_tables
 
 LAYER = a_layer(2, 2)
-STEP_CODERS = Coder.ENTROPY, Coder.WIDTHS
+STEP_CODERS = Coder.ENTROPY, Coder.PLANES, Coder.WIDTHS
 LEDGER = Ledger(("mass", LOG_COUNT))
 CHOSEN = [[0, 1, 3, 4, 5, 6, 8, 9, 11], [2, 5, 7, 8, 9]]
 GRADES = (0, 3, 1, 5, 3, 2, 4, 3, 0, 3, 3, 0, 5, 1)
@@ -226,8 +226,9 @@ def test_block_offsets_are_cumulative(coder) -> None:
         assert block.entries == slice(entry, entry + rows[place][1])
 
 
-def test_restored_copy_continues_identically() -> None:
-    store = coded(step=0.5)
+@pytest.mark.parametrize("coder", STEP_CODERS)
+def test_restored_copy_continues_identically(coder) -> None:
+    store = coded(coder, step=0.5)
     back = TransformLayer.restore(LAYER, store.state())
     assert same_bits(store.state(), back.state())
     for start in range(12, 30):
@@ -252,11 +253,25 @@ def test_state_of_another_calibration_is_refused() -> None:
         TransformLayer.restore(LAYER, state)
 
 
-def test_state_of_an_earlier_coder_is_refused() -> None:
-    state = coded().state()
-    _, _, former = text_of(state[SPEC_KEY]).partition(" ")
-    with pytest.raises(CacheError, match="earlier version"):
-        TransformLayer.restore(LAYER, state | {SPEC_KEY: text_tensor(former)})
+@pytest.mark.parametrize("coder", STEP_CODERS)
+def test_state_of_another_version_of_a_coder_is_refused(coder) -> None:
+    state = coded(coder).state()
+    name, _, former = text_of(state[SPEC_KEY]).partition(" ")
+    other = "lanes" if name == "planes" else "planes"
+    for text in (former, f"{other} {former}"):
+        with pytest.raises(CacheError, match="another version"):
+            TransformLayer.restore(LAYER, state | {SPEC_KEY: text_tensor(text)})
+
+
+def test_damaged_planes_are_refused() -> None:
+    store = coded(Coder.PLANES, step=0.5)
+    block = store.tier.blocks[1]
+    size = block.codes.start + 1 + 3  # a byte of positions, three of tiers
+    for place, byte in ((size, 1), (size + 3, 0x80), (size + 4, 2), (size - 1, 0xFF)):
+        state = store.state()
+        state[PAYLOAD][place] ^= byte
+        with pytest.raises(CacheError, match="damaged"):
+            TransformLayer.restore(LAYER, state)
 
 
 HEAD, COUNT, FIRST, SPAN, SIZE = range(5)  # of a row of the index
@@ -351,8 +366,9 @@ def test_merges_apply_to_decoded_entries() -> None:
     assert torch.equal(merged[3:], held[4:])
 
 
-def test_generated_entries_are_coded_when_a_block_is_full() -> None:
-    store, exact = coded(step=FINE_STEP), a_transform_layer(LAYER, ledger=LEDGER, step=0.0)
+@pytest.mark.parametrize("coder", STEP_CODERS)
+def test_generated_entries_are_coded_when_a_block_is_full(coder) -> None:
+    store, exact = coded(coder, step=FINE_STEP), a_transform_layer(LAYER, ledger=LEDGER, step=0.0)
     assert_close(numbers(store), originals())
     held = store.entries()
     plan = a_plan(CHOSEN, (12, 12))

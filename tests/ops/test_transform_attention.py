@@ -174,10 +174,15 @@ def a_wide_layer(head_dim: int, turned: int) -> LayerSpec:
 
 
 def a_coded_layer(
-    layer: LayerSpec, dtype: torch.dtype, step: float, count: int = 150
+    layer: LayerSpec,
+    dtype: torch.dtype,
+    step: float,
+    coder: Coder = Coder.ENTROPY,
+    block: int = 64,
 ) -> TransformLayer:
-    """Layer whose first head codes most of `count` entries in blocks of 64, in all tiers."""
-    spec, ledger = TransformSpec(sinks=1, recent=2, block=64), Ledger((LOG_COUNT,))
+    """Layer whose first head codes most of 150 entries, in all tiers."""
+    spec, ledger = TransformSpec(coder, sinks=1, recent=2, block=block), Ledger((LOG_COUNT,))
+    count = 150
     device = torch.device("cpu")
     store = TransformLayer(
         layer,
@@ -212,11 +217,12 @@ def looped(store: TransformLayer, queries: Tensor, biased: bool) -> Tensor:
 @needs_kernel
 @pytest.mark.parametrize(("head_dim", "turned"), [(64, 64), (32, 32), (96, 32)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("coder", transform_attention.CODERS)
 def test_attention_equals_the_reference_over_decoded_entries(
-    monkeypatch, head_dim, turned, dtype, tolerance
+    monkeypatch, head_dim, turned, dtype, tolerance, coder
 ) -> None:
     layer = a_wide_layer(head_dim, turned)
-    store = a_coded_layer(layer, dtype, 0.3)
+    store = a_coded_layer(layer, dtype, 0.3, coder)
     store.write_columns({LOG_COUNT: torch.arange(189.0) / 50})
     calls = list[int]()
     attend = transform_attention.transform_attention
@@ -249,9 +255,10 @@ def test_matrix_units_equal_dot_products(monkeypatch, head_dim) -> None:
 
 
 @needs_kernel
-def test_results_do_not_depend_on_threads() -> None:
+@pytest.mark.parametrize("coder", transform_attention.CODERS)
+def test_results_do_not_depend_on_threads(coder) -> None:
     layer = a_wide_layer(64, 64)
-    store, new = a_coded_layer(layer, torch.float32, 0.3), draw(layer, 1, 150)
+    store, new = a_coded_layer(layer, torch.float32, 0.3, coder), draw(layer, 1, 150)
     former = torch.get_num_threads()
     try:
         found = list[Tensor]()
@@ -264,9 +271,10 @@ def test_results_do_not_depend_on_threads() -> None:
 
 
 @needs_kernel
-def test_attention_over_symbols_beyond_bfloat16_equals_the_reference() -> None:
+@pytest.mark.parametrize("coder", transform_attention.CODERS)
+def test_attention_over_symbols_beyond_bfloat16_equals_the_reference(coder) -> None:
     layer = a_wide_layer(64, 64)
-    fine, new = a_coded_layer(layer, torch.bfloat16, 1e-4), draw(layer, 1, 150)
+    fine, new = a_coded_layer(layer, torch.bfloat16, 1e-4, coder), draw(layer, 1, 150)
     expected = looped(fine, new.queries, biased=False)
     assert float((attend_held(fine, new) - expected).norm() / expected.norm()) < 1e-2
 

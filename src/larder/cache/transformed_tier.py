@@ -38,12 +38,11 @@ from larder.core.errors import CacheError
 from larder.core.spec import LayerSpec
 from larder.ops import transform_coder as coding
 from larder.ops.cpu import transform_attention as kernel
-from larder.ops.cpu.range_coder import LANES
 from larder.ops.level_coder import HeldRanges, LevelCoder
 from larder.ops.rope import rotation_table
 from larder.ops.symbol_model import classes_of
 
-CODING = "lanes"  # name of the coder's words in saved states
+CODINGS = dict.fromkeys(Coder, "lanes") | {Coder.PLANES: "planes"}  # versions, in saved states
 ROUNDING_BYTES = 2  # of a block's words that a count of bits leaves out
 SPEC_KEY, INDEX_KEY, PAYLOAD_KEY, STEP_KEY, COLUMNS_KEY = (
     "transform.spec",
@@ -259,8 +258,7 @@ class TransformedTier:
     def can_attend(self, num_queries: int) -> bool:
         """True if the compiled kernel serves so many queries per kv head."""
         half, head_dim = len(self.tables.radians), self.tables.mean.shape[2]
-        is_coded = self.spec.coder is Coder.ENTROPY
-        return is_coded and kernel.supports(num_queries, head_dim, half)
+        return kernel.supports(self.spec.coder, num_queries, head_dim, half)
 
     def positions_of(self, block: CodedBlock) -> Int64[Tensor, " N"]:
         """True positions of a block's entries."""
@@ -273,7 +271,7 @@ class TransformedTier:
         return self.payload[block.codes][position_bytes(block.count, block.span) :].numpy()
 
     def is_sound(self, block: CodedBlock) -> bool:
-        """True if the positions of a block are written as a tier writes them."""
+        """True if positions, and bytes where their coder can tell, are as a tier writes them."""
         positions = self.positions_of(block).numpy()
         if len(positions) != block.count or positions[0] != block.first:
             return False
@@ -281,7 +279,10 @@ class TransformedTier:
             return False
         found, places = packed_positions(positions)
         held = self.payload[block.codes][: len(places)].numpy()
-        return found == block.span and np.array_equal(places, held)
+        if found != block.span or not np.array_equal(places, held):
+            return False
+        width = 2 * self.tables.mean.shape[2]
+        return coding.is_whole(self._codes_of(block), block.count, width, self.spec.coder)
 
     def components_of(self, block: CodedBlock) -> tuple[Float[Tensor, "N D2"], Int8[Tensor, " N"]]:
         """Components and tiers of a block's entries."""
@@ -332,7 +333,7 @@ class TransformedTier:
         heads = kernel.TransformedHeads(tables.inverse, pairs, own_bytes, ratios, *own)
         bias = None if column is None else self.columns[column]
         return kernel.CodedEntriesCall.of(
-            self.payload, self._kernel_blocks(), heads, self.step, bias
+            self.payload, self._kernel_blocks(), heads, self.step, bias, self.spec.coder
         )
 
     def _kernel_means(self) -> Float[Tensor, "2 K D"]:
@@ -397,7 +398,9 @@ class TransformedTier:
     def state(self) -> dict[str, Tensor]:
         """Copies of all tensors by name, with what names the calibration."""
         return {
-            SPEC_KEY: text_tensor(f"{CODING} {self.tables.digest} {self.spec.to_text()}"),
+            SPEC_KEY: text_tensor(
+                f"{CODINGS[self.spec.coder]} {self.tables.digest} {self.spec.to_text()}"
+            ),
             INDEX_KEY: self.index.clone(),
             PAYLOAD_KEY: self.payload.clone(),
             STEP_KEY: torch.tensor([self.step], dtype=torch.float64),
@@ -415,13 +418,13 @@ class TransformedTier:
         """
         saved = saved_spec_text(state, SPEC_KEY, layer, "transform")
         coding_name, _, rest = saved.partition(" ")
-        if coding_name != CODING:
-            raise CacheError(
-                f"Layer {layer.index} of the saved cache was coded by an earlier version of "
-                "Larder: build the cache again."
-            )
         digest, _, text = rest.partition(" ")
-        spec = TransformSpec.from_text(text)
+        spec = TransformSpec.from_text(text) if coding_name in CODINGS.values() else None
+        if spec is None or coding_name != CODINGS[spec.coder]:
+            raise CacheError(
+                f"Layer {layer.index} of the saved cache was coded by another version of Larder: "
+                "build the cache again."
+            )
         tables = TransformTables.load(layer, spec)
         if tables.digest != digest:
             raise CacheError(
@@ -445,7 +448,7 @@ def _fits(tier: TransformedTier, layer: LayerSpec) -> bool:
     """True if the index describes blocks of the layer's heads that fill payload and columns."""
     heads, counts, firsts, spans, sizes = tier.index.numpy().astype(np.int64).T
     words = sizes - np.where(spans > 0, -(-spans // 8), 4 * counts)
-    least = 4 * np.minimum(counts, LANES) if tier.spec.coder is Coder.ENTROPY else 1
+    least = coding.least_bytes(counts, 2 * layer.head_dim, tier.spec.coder)
     ordered = np.diff(heads * (1 << 32) + firsts) > 0
     valid = (heads >= 0) & (heads < layer.kv_heads) & (firsts >= 0) & (spans >= 0)
     valid &= (counts >= 1) & (counts <= tier.spec.block) & (words >= least)

@@ -73,6 +73,8 @@ from .pages import add_column_mass as add_column_mass
 from .pages import append_rows as append_rows
 from .pages import compact_pages as compact_pages
 from .pages import gather_pages as gather_pages
+from .plane_coder import NARROW_CODES as NARROW_CODES
+from .plane_coder import WIDE_CODES as WIDE_CODES
 from .pooling import running_max as running_max
 from .pooling import running_mean as running_mean
 from .quantization import FLOAT16_MAX as FLOAT16_MAX

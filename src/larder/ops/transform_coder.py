@@ -1,9 +1,10 @@
-"""Coders of transform components: entropy coding or fixed widths, blocks of entries, any step.
+"""Coders of transform components: range coder, bit planes or fixed widths, any step.
 
-A component c of an entry in tier t is the symbol round(c / (step 2^t)). Both coders hold every
-symbol, however large: the range coder behind an escape code, fixed widths in a list of exceptions.
+A component c of an entry in tier t is the symbol round(c / (step 2^t)). All coders hold every
+symbol, however large: the range coder behind an escape code, the others in lists of exceptions.
 
     entropy   words of the range coder, tiers among them
+    planes    as in `larder.ops.plane_coder`
     widths    [number of exceptions | tiers, 4 bits each | components | exceptions]
 """
 
@@ -15,6 +16,7 @@ from numpy import ndarray
 
 from larder.core.codec import LAST_TIER, Coder
 from larder.core.errors import CacheError
+from larder.ops import plane_coder
 from larder.ops.cpu import range_coder
 from larder.ops.symbol_model import (
     CLASSES_PER_OCTAVE,
@@ -53,6 +55,8 @@ def coded_bytes(
     numbers: Numbers, tiers: Tiers, deviations: Deviations, step: float, coder: Coder
 ) -> float:
     """Bytes of one block of entries, without coding it."""
+    if coder is Coder.PLANES:
+        return float(plane_coder.count_bytes(numbers, tiers, step))
     bases = classes_of(deviations, step)
     if coder is Coder.ENTROPY:
         bits = range_coder.count_bits(numbers, tiers, bases, step)
@@ -69,6 +73,8 @@ def encoded(
 ) -> Payload:
     """Payload of one block of entries."""
     bases, symbols = classes_of(deviations, step), quantized(numbers, tiers, step)
+    if coder is Coder.PLANES:
+        return plane_coder.encode(symbols, tiers)
     if coder is Coder.WIDTHS:
         return _with_widths(symbols, tiers, bases)
     return range_coder.encode(symbols, tiers, bases)
@@ -82,6 +88,8 @@ def decoded(
     Raises:
         CacheError: a block of fixed widths is damaged.
     """
+    if coder is Coder.PLANES:
+        return plane_coder.decode(payload, count, len(deviations), step)
     bases = classes_of(deviations, step)
     if coder is Coder.ENTROPY:
         return range_coder.decode(payload, count, bases, step)
@@ -94,6 +102,22 @@ def decoded(
     kernels.unpack_widths(payload, first, tiers, bases, symbol_model().widths, step, numbers)
     _restore_exceptions(payload, tiers, step, numbers)
     return numbers, tiers
+
+
+def least_bytes(counts: Int[ndarray, " B"], width: int, coder: Coder) -> Int[ndarray, " B"]:
+    """Fewest bytes that blocks of so many entries take."""
+    if coder is Coder.ENTROPY:
+        return 4 * np.minimum(counts, range_coder.LANES)
+    if coder is Coder.PLANES:
+        return plane_coder.least_bytes(counts, width)
+    return np.ones_like(counts)
+
+
+def is_whole(payload: Payload, count: int, width: int, coder: Coder) -> bool:
+    """True if the bytes of a block may be those of `count` entries, where a coder can tell before
+    it decodes them: that of bit planes.
+    """
+    return coder is not Coder.PLANES or plane_coder.is_whole(payload, count, width)
 
 
 def _state_bytes(count: int) -> float:

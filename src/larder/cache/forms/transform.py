@@ -166,7 +166,8 @@ class TransformLayer(MixedLayer):
         entry = 2 * self.layer.head_dim * torch.float32.itemsize
         decoded = self.layer.kv_heads * longest * entry
         if self._tier.can_attend(1):
-            decoded = max(decoded, kernel_bytes(longest, len(sizes), self.layer.head_dim))
+            own = kernel_bytes(longest, len(sizes), self.layer.head_dim, self._tier.spec.coder)
+            decoded = max(decoded, own)
         return decoded
 
     def state(self) -> dict[str, Tensor]:

@@ -284,6 +284,23 @@ def _declare(library: ctypes.CDLL) -> None:
     library.larder_encode_components.restype = INTEGER
     library.larder_coded_bits.argtypes = [*[POINTER] * 2, *[INTEGER] * 2, *[POINTER] * 3]
     library.larder_coded_bits.restype = ctypes.c_double
+    if hasattr(library, "larder_encode_planes"):
+        _declare_planes(library)
+
+
+def _declare_planes(library: ctypes.CDLL) -> None:
+    """The same of the coder of bit planes, which a library of an older version lacks."""
+    library.larder_encode_planes.argtypes = [*[INTEGER] * 2, *[POINTER] * 3]
+    library.larder_encode_planes.restype = INTEGER
+    library.larder_count_planes.argtypes = [*[INTEGER] * 2, *[POINTER] * 3]
+    library.larder_count_planes.restype = INTEGER
+    library.larder_planes_are_whole.argtypes = [*[INTEGER] * 2, POINTER, INTEGER]
+    library.larder_decode_planes.argtypes = [
+        *[INTEGER] * 2,
+        *[POINTER, INTEGER],
+        ctypes.c_double,
+        *[POINTER] * 2,
+    ]
 
 
 def _declare_conversion(library: ctypes.CDLL) -> None:

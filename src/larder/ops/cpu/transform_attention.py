@@ -1,4 +1,4 @@
-"""Attention to range-coded transform components on a CPU, which decodes as it goes.
+"""Attention to coded transform components on a CPU, which decodes as it goes.
 
 The kernel is compiled from C (`c/transform_attention.c`). Where it was not, or for sizes that it
 does not serve, blocks are decoded one after the other and torch attends.
@@ -14,9 +14,10 @@ import torch
 from jaxtyping import Float, Int8, Int32, Int64, UInt8
 from torch import Tensor
 
-from larder.core.codec import LAST_TIER
+from larder.core.codec import LAST_TIER, Coder
 from larder.ops.cpu.c_library import INTEGER, POINTER, c_library
 from larder.ops.cpu.range_coder import CodeTables, packed_tables
+from larder.ops.plane_coder import plane_library
 from larder.ops.symbol_model import NUM_CLASSES
 
 LANES = 16  # of the kernels' vectors
@@ -25,6 +26,11 @@ TOGETHER = 2  # blocks that a thread decodes at once
 TABLE_BYTES = 192  # of a class
 MAX_HEAD_DIM = 256
 MAX_QUERY_ROWS = 16  # per kv head
+
+CODERS = {Coder.ENTROPY: 0, Coder.PLANES: 1}  # of `enum component_coder`
+PLANE_ROWS = 64
+PLANE_BYTES = 320  # of planes of a component of a group, with room
+FAR_BYTES = 256  # of symbols of a row that are no bytes
 
 LOWER_STEPS = 256  # of a lower byte, in a step of an upper one
 MOST_NOISE = 0.005  # that rounded matrices may add to that of coding, in squares
@@ -52,6 +58,7 @@ class TransformAttentionCall(Structure):
         ("step", c_double),
         ("threads", INTEGER),
         ("bytes", ByteMatricesCall),  # last: a library of an older version does not read it
+        ("coder", INTEGER),
     ]
 
 
@@ -110,15 +117,18 @@ class TransformedHeads:
     rotation: Float[Tensor, "P 2 half"]
 
 
-def supports(num_queries: int, head_dim: int, half: int) -> bool:
+def supports(coder: Coder, num_queries: int, head_dim: int, half: int) -> bool:
     """True if the kernel attends to keys and values of these sizes.
 
     Args:
+        coder: of the components.
         num_queries: per kv head.
         half: pairs of rotated dimensions.
     """
+    library = plane_library() if coder is Coder.PLANES else c_library()
     return (
-        c_library() is not None
+        coder in CODERS
+        and library is not None
         and num_queries <= MAX_QUERY_ROWS
         and head_dim <= MAX_HEAD_DIM
         and head_dim % (2 * LANES) == 0
@@ -131,13 +141,18 @@ def can_step() -> bool:
     return hasattr(c_library(), "larder_attend_coded")
 
 
-def kernel_bytes(entries: int, num_blocks: int, head_dim: int) -> int:
+def kernel_bytes(entries: int, num_blocks: int, head_dim: int, coder: Coder) -> int:
     """Bytes of the decoded blocks of all threads, and of tables in the kernel's form.
 
     Args:
         entries: of the longest block.
     """
     together = min(num_blocks, TOGETHER * torch.get_num_threads())
+    if coder is Coder.PLANES:
+        rows = -(-entries // PLANE_ROWS) * PLANE_ROWS
+        row = 10 * head_dim + 4 * (MAX_QUERY_ROWS + 6) + FAR_BYTES
+        group = head_dim * (9 * PLANE_ROWS + 2 * PLANE_BYTES + 6 * LANES)
+        return together * (rows * row + group)
     numbers = 2 * head_dim + MAX_QUERY_ROWS + 5
     keys = LANES * (head_dim + head_dim // 2)
     decoded = 4 * together * (-(-entries // CODER_LANES) * CODER_LANES * numbers + keys)
@@ -162,6 +177,7 @@ class CodedEntriesCall(NamedTuple):
         heads: TransformedHeads,
         step: float,
         bias: Float[Tensor, " T"] | None = None,
+        coder: Coder = Coder.ENTROPY,
     ) -> CodedEntriesCall:
         """Call for blocks of entries, which holds neither payload nor biases alive.
 
@@ -194,6 +210,7 @@ class CodedEntriesCall(NamedTuple):
             half=heads.rotation.shape[2],
             step=step,
             bytes=matrices,
+            coder=CODERS[coder],
         )
         own = heads.inverse, heads.means, heads.bases, heads.rotation
         return CodedEntriesCall(fields, (blocks, *own, *held))

@@ -11,7 +11,7 @@ Storage in LLM Inference" (2025), arXiv:2511.01815, codes caches at rest so; her
 attended to as they are coded. Entries of four times the median's score have half the step; of
 scores that are logarithms (kvzap), those that lie log 4 above it. Other scores that may be negative
 (locret, keydiff) have no ratios, so one negative score in any layer gives all entries of all layers
-one step. An entropy coder with static tables, or fixed widths, holds the symbols.
+one step. An entropy coder with static tables, bit planes or fixed widths hold the symbols.
 
 Under a budget this spends the bytes that it saves: as many more entries are kept as fit at `bits`
 per number, and the step is the smallest one whose bytes fit the budget.
@@ -41,7 +41,8 @@ class Transform(ExactEndsStorage):
 
     Args:
         bits: per number of the coded entries where the budget is full.
-        coder: `entropy`, or `widths` for random access.
+        coder: `entropy`, a range coder; `planes` of bits, which attention reads in a fraction of
+            the time; or `widths` for random access.
         sinks: first positions of a text that stay exact, where they are kept.
         recent: latest positions that stay exact, where they are kept.
         tiers: power of the scores by which precision is divided; 0 treats entries alike, as
@@ -68,7 +69,9 @@ class Transform(ExactEndsStorage):
         require(0 < self.bits <= 16, "transform.bits", "above 0, up to 16", self.bits)
         require(0 <= self.tiers <= 4, "transform.tiers", "in [0, 4]", self.tiers)
         if self.coder is Coder.LEVELS:
-            raise BadParameter("transform.coder must be entropy or widths: kvquant() has levels.")
+            raise BadParameter(
+                "transform.coder must be entropy, planes or widths: kvquant() has levels."
+            )
         _ = self.transform  # checks the rest
 
     @property

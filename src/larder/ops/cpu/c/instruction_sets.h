@@ -24,7 +24,7 @@
 
 #define HAS_AVX512
 #define NAME(x) x##_avx512
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")))
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,bmi2,popcnt")))
 #include BODY
 #undef NAME
 #undef TARGET
@@ -34,7 +34,7 @@
 #define NAME(x) x##_avx512bf16
 #define TARGET \
     __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,avx512bf16,"   \
-                          "avx512vnni,avx2,fma")))
+                          "avx512vnni,avx2,fma,bmi2,popcnt")))
 #include BODY
 #undef NAME
 #undef TARGET

@@ -9,7 +9,7 @@
 
 #define TILES                                                                                       \
     __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,avx512bf16,"   \
-                          "avx512vnni,avx2,fma,amx-tile,amx-bf16")))
+                          "avx512vnni,avx2,fma,bmi2,popcnt,amx-tile,amx-bf16")))
 #define TILE_ROWS 16
 #define TILE_BYTES 64 /* of a row of a tile */
 

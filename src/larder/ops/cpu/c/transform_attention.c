@@ -1,8 +1,8 @@
-/* Attention of a decode step to entries that are held as range-coded transform components.
+/* Attention of a decode step to entries that are held as coded transform components.
  *
  * Each block of a head is decoded by one thread, attended to, and forgotten: keys are turned back
  * and rotated, components of values are averaged as they are, and the average alone is turned back.
- * The coder is described in ops/cpu/range_coder_kernels.py. Blocks are merged by log-sum-exp in
+ * The coders are described in ops/cpu/range_coder_kernels.py and ops/plane_coder.py. Blocks are merged by log-sum-exp in
  * order, so that the number of threads changes no result.
  */
 
@@ -16,18 +16,25 @@
 
 #include "c_library.h"
 #include "matrix_units.h"
+#include "plane_decoding.h"
 #include "transform_attention.h"
 #include "transform_coder.h"
 
 #define MOST_GROUPS 64 /* of lanes that are decoded as vectors: 2,048 entries of a block */
 #define EXACT_BF16 256.0f /* integers up to here are bfloat16 numbers */
 #define MOST_BYTE 127.0f
+#define MOST_FARS 512 /* symbols of sixteen rows that are no bytes; with more, all are float32 */
+#define MOST_WEIGHT 65535.0f /* of two bytes */
 #define LOWER_BITS 8 /* of an element of a matrix of bytes */
 #define NUM_SIDES 2
 #define MOST_PAIRS 128 /* of components of a head */
 #define MOST_QUERIES 16 /* of a kv head */
 #define TOGETHER 2 /* blocks that a thread decodes at once */
 #define ALL_LANES 0xFFFFFFFFu
+
+/* `_mm512_dpbusd_epi32` in place: GCC 12 moves the sums of a loop from register to register. */
+#define ADD_PRODUCTS(sums, bytes, numbers)                                                         \
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(bytes), "v"(numbers))
 
 /* Small numbers of a table as bytes, of which a vector holds all. */
 struct alias_bytes {
@@ -53,6 +60,26 @@ struct transform_scratch {
     int32_t *tiers;     /* of each entry by position, as all that follows of rows by tier */
     int32_t *order;     /* place by position of each row */
     int32_t *positions; /* by row, then by place [2, room] */
+    /* Of bit planes alone: */
+    int8_t *bytes;    /* symbols of groups of rows [room / PLANE_ROWS, width, PLANE_ROWS] */
+    int32_t *wide;    /* those of a group [width, PLANE_ROWS] */
+    uint32_t *fours;  /* keys of a group [dim / 4, PLANE_ROWS] */
+    uint8_t *copy;    /* planes of a group */
+    uint8_t *weights; /* of entries, lower and upper bytes [2, room] */
+    struct far_symbol *fars; /* that are no bytes, of sixteen rows each [room / LANES, MOST_FARS] */
+    int32_t *num_fars;       /* [room / LANES] */
+};
+
+static const uint16_t plane_places[PLANE_ROWS] = {
+    0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21,
+    22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43,
+    44, 45, 46, 47, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63};
+
+/* Symbol of one of sixteen rows that is no byte. */
+struct far_symbol {
+    uint16_t row;
+    uint16_t component;
+    int32_t symbol;
 };
 
 struct word_stream {
@@ -150,6 +177,8 @@ static void read_positions(const struct transform_block *block, const uint8_t *b
 
 typedef void (*decode_function)(const struct decoding_tables *, const int32_t *, int64_t, int64_t,
                                 const uint8_t *, int64_t, const struct transform_scratch *);
+typedef void (*decode_planes_function)(int64_t, int64_t, const uint8_t *, int64_t,
+                                       const struct transform_scratch *);
 typedef void (*attend_function)(const struct transform_attention *, const struct decoding_tables *,
                                 const struct transform_block *, int,
                                 const struct transform_scratch *, float *, float *, float *);
@@ -160,6 +189,7 @@ typedef void (*attend_function)(const struct transform_attention *, const struct
 
 static const decode_function decode_forms[] = FORMS(decode_block);
 static const attend_function attend_forms[] = FORMS(attend_blocks);
+static const decode_planes_function decode_planes_forms[] = FORMS(decode_plane_block);
 
 /* Size of the bytes of all tables, a multiple of a cache line. */
 static size_t table_bytes(const struct code_tables *tables) {
@@ -180,20 +210,38 @@ static struct decoding_tables with_bytes(const struct code_tables *tables, char 
 
 /* Bytes of a scratch, whose parts begin on cache lines; `memory` may be NULL to count them. */
 static size_t lay_out(struct transform_scratch *scratch, char *memory, int64_t entries,
-                      int64_t width, int64_t queries) {
-    int64_t room = (entries + CODER_LANES - 1) / CODER_LANES * CODER_LANES, dim = width / NUM_SIDES;
-    int64_t sizes[] = {width * room, dim / 2 * LANES, LANES * dim, queries * room,
-                       room, room, room, 2 * room};
-    char *parts[8];
+                      int64_t width, int64_t queries, enum component_coder coder) {
+    int64_t lanes = coder == BIT_PLANES ? PLANE_ROWS : CODER_LANES;
+    int64_t room = (entries + lanes - 1) / lanes * lanes, dim = width / NUM_SIDES;
+    int64_t group = coder == BIT_PLANES ? width * PLANE_ROWS : 0; /* symbols */
+    int64_t copied = coder == BIT_PLANES ? MOST_PLANE_BYTES(width) / 4 : 0;
+    int64_t sizes[] = {width * room, dim / 2 * LANES, LANES * dim, queries * room, room, room, room,
+                       2 * room, group ? width * room / 4 : 0, group, group / 8, copied, room,
+                       group ? room / LANES * MOST_FARS * 2 : 0, room / LANES};
+    char *parts[sizeof sizes / sizeof *sizes];
     size_t bytes = 0;
-    for (int p = 0; p < 8; p++) {
+    for (size_t p = 0; p < sizeof sizes / sizeof *sizes; p++) {
         parts[p] = memory ? memory + bytes : NULL;
         bytes += ((size_t)sizes[p] * sizeof(float) + 63) / 64 * 64;
     }
-    *scratch = (struct transform_scratch){room, (float *)parts[0], (uint32_t *)parts[1],
-                                          (float *)parts[2], (float *)parts[3], (float *)parts[4],
-                                          (int32_t *)parts[5], (int32_t *)parts[6],
-                                          (int32_t *)parts[7]};
+    *scratch = (struct transform_scratch){
+        room,
+        (float *)parts[0],
+        (uint32_t *)parts[1],
+        (float *)parts[2],
+        (float *)parts[3],
+        (float *)parts[4],
+        (int32_t *)parts[5],
+        (int32_t *)parts[6],
+        (int32_t *)parts[7],
+        (int8_t *)parts[8],
+        (int32_t *)parts[9],
+        (uint32_t *)parts[10],
+        (uint8_t *)parts[11],
+        (uint8_t *)parts[12],
+        (struct far_symbol *)parts[13],
+        (int32_t *)parts[14],
+    };
     return bytes;
 }
 
@@ -219,7 +267,7 @@ static void attend_as_thread(void *given) {
     struct transform_scratch scratches[TOGETHER];
     for (int b = 0; b < TOGETHER; b++)
         lay_out(scratches + b, memory + (size_t)b * tasks->memory_bytes, tasks->longest,
-                NUM_SIDES * call->head_dim, call->num_queries);
+                NUM_SIDES * call->head_dim, call->num_queries, (enum component_coder)call->coder);
     int64_t rows = call->num_queries;
     for (int64_t b; (b = __atomic_fetch_add(&tasks->next, TOGETHER, __ATOMIC_RELAXED)) <
                     call->num_blocks;)
@@ -285,7 +333,8 @@ int larder_transform_attention(const struct transform_attention *call) {
     int64_t threads = least(call->threads, (call->num_blocks + TOGETHER - 1) / TOGETHER);
     threads = threads < 1 ? 1 : threads;
     struct transform_scratch scratch;
-    tasks.memory_bytes = lay_out(&scratch, NULL, tasks.longest, NUM_SIDES * dim, rows);
+    tasks.memory_bytes = lay_out(&scratch, NULL, tasks.longest, NUM_SIDES * dim, rows,
+                                 (enum component_coder)call->coder);
     size_t sums = (size_t)(call->num_blocks * rows * (dim + 2) + dim) * sizeof(float);
     size_t decoded = (size_t)threads * TOGETHER * tasks.memory_bytes;
     size_t bytes = decoded + table_bytes(&call->tables) + sums;
@@ -332,25 +381,57 @@ int larder_attend_coded(const struct transform_attention *const *coded, int64_t 
     return failed;
 }
 
+/* Components [count, width] and tiers of a block that is decoded. */
+static void scale_components(const struct transform_scratch *scratch, int64_t width, int64_t count,
+                             double step, float *components, int8_t *tiers) {
+    for (int64_t row = 0; row < count; row++) {
+        int64_t n = scratch->order[row];
+        float scale = (float)(step * exp2((double)scratch->tiers[n]));
+        tiers[n] = (int8_t)scratch->tiers[n];
+        for (int64_t c = 0; c < width; c++)
+            components[n * width + c] = scratch->symbols[c * scratch->room + row] * scale;
+    }
+}
+
 /* Dequantized components [count, width] and tiers of one block; returns 1 if memory is short. */
 int larder_decode_components(const struct code_tables *tables, const int32_t *bases, int64_t width,
                              int64_t count, const uint8_t *words, int64_t bytes, double step,
                              float *components, int8_t *tiers) {
     struct transform_scratch scratch;
-    size_t size = lay_out(&scratch, NULL, count, width, 1);
+    size_t size = lay_out(&scratch, NULL, count, width, 1, RANGE_CODER);
     char *memory = aligned_alloc(64, size + table_bytes(tables));
     if (!memory)
         return 1;
-    lay_out(&scratch, memory, count, width, 1);
+    lay_out(&scratch, memory, count, width, 1, RANGE_CODER);
     struct decoding_tables own = with_bytes(tables, memory + size);
     decode_forms[larder_instruction_set()](&own, bases, width, count, words, bytes, &scratch);
-    for (int64_t row = 0; row < count; row++) {
-        int64_t n = scratch.order[row];
-        float scale = (float)(step * exp2((double)scratch.tiers[n]));
-        tiers[n] = (int8_t)scratch.tiers[n];
-        for (int64_t c = 0; c < width; c++)
-            components[n * width + c] = scratch.symbols[c * scratch.room + row] * scale;
-    }
+    scale_components(&scratch, width, count, step, components, tiers);
     free(memory);
     return 0;
+}
+
+/* The same of a block of bit planes. */
+int larder_decode_planes(int64_t width, int64_t count, const uint8_t *bytes, int64_t num_bytes,
+                         double step, float *components, int8_t *tiers) {
+    struct transform_scratch scratch;
+    size_t size = lay_out(&scratch, NULL, count, width, 1, BIT_PLANES);
+    char *memory = aligned_alloc(64, size);
+    if (!memory)
+        return 1;
+    lay_out(&scratch, memory, count, width, 1, BIT_PLANES);
+    decode_planes_forms[larder_instruction_set()](width, count, bytes, num_bytes, &scratch);
+    scale_components(&scratch, width, count, step, components, tiers);
+    free(memory);
+    return 0;
+}
+
+/* Whether the bytes of a block of bit planes are those of its entries; -1 if memory is short. */
+int larder_planes_are_whole(int64_t width, int64_t count, const uint8_t *bytes, int64_t num_bytes) {
+    int32_t *symbols = malloc((size_t)(width * PLANE_ROWS + count) * sizeof *symbols);
+    if (!symbols)
+        return -1;
+    int is_whole = planes_are_whole(width, count, bytes, bytes + num_bytes, symbols,
+                                    symbols + width * PLANE_ROWS);
+    free(symbols);
+    return is_whole;
 }

@@ -1,4 +1,4 @@
-/* Attention of a decode step to entries that are held as range-coded transform components. */
+/* Attention of a decode step to entries that are held as coded transform components. */
 
 #ifndef LARDER_TRANSFORM_ATTENTION_H
 #define LARDER_TRANSFORM_ATTENTION_H
@@ -42,6 +42,9 @@ struct byte_matrices {
     const int32_t *lowers;  /* fours of components with lower bytes [kv_heads, NUM_TIERS] */
 };
 
+/* Coder of the components of blocks. */
+enum component_coder { RANGE_CODER, BIT_PLANES };
+
 struct transform_attention {
     const struct transform_block *blocks; /* by head */
     const uint8_t *payload;
@@ -66,6 +69,7 @@ struct transform_attention {
     double step;
     int64_t threads;
     struct byte_matrices bytes; /* inverse of keys, where keys are exact in no more than bfloat16 */
+    int64_t coder;
 };
 
 int larder_transform_attention(const struct transform_attention *call);

@@ -111,16 +111,17 @@ TARGET INLINE int NAME(pack_fours)(const float *symbols, int64_t room, int64_t d
 }
 
 /* Products of the first fours of components of some entries with bytes of a matrix, added to sums. */
-TARGET INLINE void NAME(add_fours)(const uint32_t *symbols, const int8_t *numbers, int64_t fours,
-                                   int64_t dim, int vectors, __m512i sums[KEY_TILE][4]) {
+TARGET INLINE void NAME(add_fours)(const uint32_t *symbols, int64_t room, const int8_t *numbers,
+                                   int64_t fours, int64_t dim, int vectors,
+                                   __m512i sums[KEY_TILE][4]) {
     for (int64_t c = 0; c < fours; c++) {
         __m512i row[4];
         for (int v = 0; v < vectors; v++)
             row[v] = _mm512_loadu_si512(numbers + 4 * (c * dim + v * LANES));
         for (int e = 0; e < KEY_TILE; e++) {
-            __m512i four = _mm512_set1_epi32((int)symbols[c * LANES + e]);
+            __m512i four = _mm512_set1_epi32((int)symbols[c * room + e]);
             for (int v = 0; v < vectors; v++)
-                sums[e][v] = _mm512_dpbusd_epi32(sums[e][v], four, row[v]);
+                ADD_PRODUCTS(sums[e][v], four, row[v]);
         }
     }
 }
@@ -130,7 +131,7 @@ TARGET INLINE void NAME(add_fours)(const uint32_t *symbols, const int8_t *number
  * lowers: fours of components whose matrix has lower bytes, too. */
 TARGET INLINE void NAME(turn_back_fours)(const struct byte_matrices *bytes, int64_t head,
                                          int64_t first, int64_t lowers, const uint32_t *symbols,
-                                         int64_t dim, int vectors, float *keys) {
+                                         int64_t room, int64_t dim, int vectors, float *keys) {
     int64_t fours = dim / 4;
     const int8_t *numbers = bytes->numbers + 2 * head * dim * dim + 4 * first;
     const int32_t *firsts = bytes->firsts + head * (fours + 2) * dim + first;
@@ -139,13 +140,13 @@ TARGET INLINE void NAME(turn_back_fours)(const struct byte_matrices *bytes, int6
     for (int e = 0; e < KEY_TILE; e++)
         for (int v = 0; v < vectors; v++)
             sums[e][v] = _mm512_loadu_si512(firsts + lowers * dim + v * LANES);
-    NAME(add_fours)(symbols, numbers + dim * dim, lowers, dim, vectors, sums);
+    NAME(add_fours)(symbols, room, numbers + dim * dim, lowers, dim, vectors, sums);
     for (int e = 0; e < KEY_TILE; e++)
         for (int v = 0; v < vectors; v++)
             sums[e][v] =
                 _mm512_add_epi32(_mm512_srai_epi32(sums[e][v], LOWER_BITS),
                                  _mm512_loadu_si512(firsts + (fours + 1) * dim + v * LANES));
-    NAME(add_fours)(symbols, numbers, fours, dim, vectors, sums);
+    NAME(add_fours)(symbols, room, numbers, fours, dim, vectors, sums);
     for (int e = 0; e < KEY_TILE; e++)
         for (int v = 0; v < vectors; v++)
             _mm512_storeu_ps(keys + e * dim + v * LANES,
@@ -247,10 +248,10 @@ TARGET INLINE int NAME(turn_back_narrow)(const struct transform_attention *call,
             int64_t row = least(n + e, block->count - 1), d = 0;
             int32_t own = lowers[scratch->tiers[scratch->order[row]]]; /* the finest tier is first */
             for (; dim - d >= 4 * LANES; d += 4 * LANES)
-                NAME(turn_back_fours)(&call->bytes, head, d, own, scratch->pairs + e, dim, 4,
+                NAME(turn_back_fours)(&call->bytes, head, d, own, scratch->pairs + e, LANES, dim, 4,
                                       scratch->keys + e * dim + d);
             if (d < dim)
-                NAME(turn_back_fours)(&call->bytes, head, d, own, scratch->pairs + e, dim, 2,
+                NAME(turn_back_fours)(&call->bytes, head, d, own, scratch->pairs + e, LANES, dim, 2,
                                       scratch->keys + e * dim + d);
         }
         return 1;
@@ -293,13 +294,31 @@ TARGET INLINE void NAME(turn_back_wide)(const struct transform_attention *call, 
         }
 }
 
+/* Logits of sixteen entries of a block from row n on, whose keys are turned back. */
+TARGET INLINE void NAME(weigh_sixteen)(const struct transform_attention *call,
+                                       const struct transform_block *block,
+                                       const struct transform_scratch *scratch, int64_t n) {
+    int64_t dim = call->head_dim, room = scratch->room;
+    const float *queries = call->queries + block->head * call->num_queries * dim;
+    const float *mean = call->means + block->head * dim, *keys = scratch->keys;
+    const int32_t *positions = scratch->positions + n;
+    const float *scales = scratch->scales + n;
+    float *logits = scratch->logits + n;
+    if (n + LANES < block->count)
+        NAME(prefetch_rotations)(call, positions + LANES);
+    if (dim == 4 * LANES && 2 * call->half == dim)
+        NAME(weigh_keys)(call, queries, mean, positions, scales, keys, room, 2, logits);
+    else if (dim == 8 * LANES && 2 * call->half == dim)
+        NAME(weigh_keys)(call, queries, mean, positions, scales, keys, room, 4, logits);
+    else
+        NAME(weigh_keys)(call, queries, mean, positions, scales, keys, room, 0, logits);
+}
+
 /* Logits of all entries of a block that is decoded. */
 TARGET INLINE void NAME(logits_of)(const struct transform_attention *call,
                                    const struct transform_block *block,
                                    const struct transform_scratch *scratch) {
-    int64_t dim = call->head_dim, head = block->head;
-    const float *queries = call->queries + head * call->num_queries * dim;
-    const float *mean = call->means + head * dim;
+    int64_t head = block->head;
 #if defined(HAS_DOT_PRODUCT)
     int has_tiles = 0;
 #if defined(WITH_MATRIX_UNITS)
@@ -313,17 +332,7 @@ TARGET INLINE void NAME(logits_of)(const struct transform_attention *call,
         if (!NAME(turn_back_narrow)(call, block, scratch, n, has_tiles))
 #endif
             NAME(turn_back_wide)(call, head, scratch, n);
-        const int32_t *positions = scratch->positions + n;
-        const float *scales = scratch->scales + n, *keys = scratch->keys;
-        float *logits = scratch->logits + n;
-        if (n + LANES < block->count)
-            NAME(prefetch_rotations)(call, positions + LANES);
-        if (dim == 4 * LANES && 2 * call->half == dim)
-            NAME(weigh_keys)(call, queries, mean, positions, scales, keys, scratch->room, 2, logits);
-        else if (dim == 8 * LANES && 2 * call->half == dim)
-            NAME(weigh_keys)(call, queries, mean, positions, scales, keys, scratch->room, 4, logits);
-        else
-            NAME(weigh_keys)(call, queries, mean, positions, scales, keys, scratch->room, 0, logits);
+        NAME(weigh_sixteen)(call, block, scratch, n);
     }
 #if defined(HAS_DOT_PRODUCT) && defined(WITH_MATRIX_UNITS)
     if (has_tiles)
@@ -331,15 +340,13 @@ TARGET INLINE void NAME(logits_of)(const struct transform_attention *call,
 #endif
 }
 
-/* Averages of the components of values, their mass and peak, of one block that is decoded. */
-TARGET static void NAME(attend_block)(const struct transform_attention *call,
-                                      const struct transform_block *block,
-                                      const struct transform_scratch *scratch, float *outs,
-                                      float *peaks, float *masses) {
-    int64_t dim = call->head_dim, room = scratch->room, count = block->count;
-    int64_t padded = (count + LANES - 1) / LANES * LANES;
-    read_positions(block, call->payload + block->offset, scratch->positions + room);
-    const int32_t *places = scratch->positions + room;
+/* Steps and positions of the rows of a block, and of those behind the last one. */
+TARGET static void NAME(place_rows)(const struct transform_attention *call,
+                                    const struct transform_block *block,
+                                    const struct transform_scratch *scratch) {
+    int64_t count = block->count, padded = (count + LANES - 1) / LANES * LANES;
+    read_positions(block, call->payload + block->offset, scratch->positions + scratch->room);
+    const int32_t *places = scratch->positions + scratch->room;
     float scales[NUM_TIERS];
     for (int tier = -LAST_TIER; tier <= LAST_TIER; tier++)
         scales[tier + LAST_TIER] = (float)ldexp(call->step, tier);
@@ -348,7 +355,15 @@ TARGET static void NAME(attend_block)(const struct transform_attention *call,
         scratch->scales[n] = scales[scratch->tiers[place] + LAST_TIER];
         scratch->positions[n] = places[place];
     }
-    NAME(logits_of)(call, block, scratch);
+}
+
+/* Weights of the entries of a block, times their steps, in place of logits. */
+TARGET static void NAME(weigh_entries)(const struct transform_attention *call,
+                                       const struct transform_block *block,
+                                       const struct transform_scratch *scratch, float *peaks,
+                                       float *masses) {
+    int64_t room = scratch->room, count = block->count;
+    int64_t padded = (count + LANES - 1) / LANES * LANES;
     const float *bias = call->bias ? call->bias + block->entry : NULL;
     for (int64_t r = 0; r < call->num_queries; r++) {
         float *logits = scratch->logits + r * room, peak = -INFINITY;
@@ -376,6 +391,18 @@ TARGET static void NAME(attend_block)(const struct transform_attention *call,
         for (int l = 0; l < LANES; l++)
             masses[r] += mass[l];
     }
+}
+
+/* Averages of the components of values, their mass and peak, of one block that is decoded. */
+TARGET static void NAME(attend_block)(const struct transform_attention *call,
+                                      const struct transform_block *block,
+                                      const struct transform_scratch *scratch, float *outs,
+                                      float *peaks, float *masses) {
+    int64_t dim = call->head_dim, room = scratch->room;
+    int64_t padded = (block->count + LANES - 1) / LANES * LANES;
+    NAME(place_rows)(call, block, scratch);
+    NAME(logits_of)(call, block, scratch);
+    NAME(weigh_entries)(call, block, scratch, peaks, masses);
     for (int64_t c = 0; c < dim; c += LANES)
         for (int64_t r = 0; r < call->num_queries; r++) {
             floats sums[LANES];
@@ -392,6 +419,8 @@ TARGET static void NAME(attend_block)(const struct transform_attention *call,
         }
 }
 
+#include "plane_attention_body.h"
+
 /* The same of one or two blocks behind each other, which are decoded first. */
 TARGET static void NAME(attend_blocks)(const struct transform_attention *call,
                                        const struct decoding_tables *tables,
@@ -400,6 +429,12 @@ TARGET static void NAME(attend_blocks)(const struct transform_attention *call,
                                        float *peaks, float *masses) {
     int64_t width = NUM_SIDES * call->head_dim, rows = call->num_queries;
     struct NAME(decoding) decodings[2];
+    if (call->coder == BIT_PLANES) {
+        for (int b = 0; b < num_blocks; b++)
+            NAME(attend_plane_block)(call, blocks + b, scratches, outs + b * rows * call->head_dim,
+                                     peaks + b * rows, masses + b * rows);
+        return;
+    }
     for (int b = 0; b < num_blocks; b++)
         NAME(begin)(decodings + b, tables, call->bases + blocks[b].head * width, width,
                     blocks[b].count, call->payload + blocks[b].codes, blocks[b].bytes,
