@@ -330,6 +330,22 @@ def test_model_that_is_not_calibrated_is_refused() -> None:
         TransformTables.load(replace(LAYER, radians=None), TransformSpec())
 
 
+def test_layers_of_a_cache_are_fitted_with_one_step() -> None:
+    """The form of the specification is `ragged`, whose layers are fitted one by one."""
+    a_transform_layer(LAYER)  # saves its tables
+    cache = SequenceCache(a_spec(LAYER, LAYER), "ragged", transform=TransformSpec(block=4))
+    plans = dict[int, Plan]()
+    for layer in range(2):
+        new = draw(LAYER, 60, seed=layer)
+        cache.step_layer(layer).append((1 + layer) * new.keys, new.values, new.positions)
+        plan = a_plan([range(0, 60, 2), range(0, 60, 3)], (60, 60))
+        grades = torch.full((len(plan.kept),), 3, dtype=torch.int8)
+        given = {"grades": grades, "importance": torch.zeros(len(grades)), "allowed_bytes": 3000}
+        plans[layer] = replace(plan, **given)
+    steps = {plan.step for plan in cache.fit_plans(plans).values()}
+    assert len(steps) == 1 and steps != {0.0}
+
+
 def test_truncating_and_dropping_keep_the_codes_of_the_others() -> None:
     store = coded(step=0.5)
     before = numbers(store)

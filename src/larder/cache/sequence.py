@@ -158,9 +158,10 @@ class SequenceCache:
 
     def fit_plans(self, plans: Mapping[int, Plan]) -> dict[int, Plan]:
         """Plans with what must be found for their layers together; nothing changes."""
-        if not plans or not form_of(self.cache_spec).spans_layers:
+        spanning = [layer for layer in plans if self._layers[layer].spans_layers]
+        if not spanning:
             return dict(plans)
-        return self._layers[next(iter(plans))].fit_plans(self._layers, plans)
+        return self._layers[spanning[0]].fit_plans(self._layers, plans)
 
     def apply(self, layer: int, plan: Plan) -> None:
         """Apply a plan to one layer; rejected entries are freed at once."""
