@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from itertools import pairwise
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -77,6 +78,9 @@ class Entries:
     rope_positions: Int[Tensor, " _"] = field(default_factory=lambda: empty_tensor(torch.int32, 0))
     grades: Int8[Tensor, " G"] = field(default_factory=lambda: empty_tensor(torch.int8, 0))
 
+    # Whether keys and values are decoded when they are asked for, and only those.
+    is_coded: ClassVar[bool] = False
+
     @property
     def effective_rope_positions(self) -> Int[Tensor, " C"]:
         """Position that the key of each row is rotated to."""
@@ -123,6 +127,10 @@ class Entries:
     def values_from(self, head: int, first: int) -> Float[Tensor, "S Dv"]:
         """Values of a head's entries from index `first` on."""
         return self.head_values(head)[first:]
+
+    def keys_at(self, rows: Int64[Tensor, " M"]) -> Float[Tensor, "M D"]:
+        """Keys of some storage rows."""
+        return self.keys[rows]
 
     def gather(
         self, rows: Int64[Tensor, " M"], keys: Float[Tensor, "M D"], values: Float[Tensor, "M D"]
