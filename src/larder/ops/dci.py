@@ -50,6 +50,28 @@ def search(
     return ranked, seen
 
 
+def visited_pages(
+    queries: Float[Tensor, "H D"],
+    tree: tuple[Array, ...],
+    bases: Array,
+    levels: Array,
+    beams: Array,
+    most: int,
+) -> tuple[Array, Array]:
+    """Pages [H, most] that a search visits in trees whose cells have means, padded with -1, and
+    the count of their entries: no key is read.
+
+    Args:
+        most: pages of the largest tree.
+    """
+    rows = np.zeros(
+        (int((bases[0, 1:] - bases[0, :-1]).max()) * tree[0].shape[1], queries.shape[1]), np.float32
+    )
+    starts = np.zeros(len(levels), np.int64)
+    keys = torch.from_numpy(rows)
+    return search(queries, keys, starts, tree, bases, levels, beams, most)
+
+
 def insert(
     targets: Array,
     indexed: Array,

@@ -34,7 +34,7 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from larder.core.arguments import require
@@ -155,12 +155,42 @@ class DciIndex(RecallIndex):
     ) -> tuple[Int64[Tensor, "H P"], Int64[Tensor, " H"]]:
         """Best pages of each query head, and the number of keys scored for them."""
         forest = self.forest
+        if entries.is_coded and self._mean_dim:
+            return self._search_coded(queries, entries, count)
         layout = np.array(entries.starts), forest.tree, forest.bases, forest.levels
-        known = zip(forest.known.tolist(), self.counts, strict=True)
-        # If all pages are requested, none may be missed: every cell is visited.
-        beams = np.array([self._part.width(n) if count < pages else n for n, pages in known])
-        ranked, seen = dci.search(queries, entries.keys, *layout, beams, count)
+        ranked, seen = dci.search(queries, entries.keys, *layout, self._beams(count), count)
         return torch.from_numpy(ranked), torch.from_numpy(seen)
+
+    def _beams(self, count: int) -> Array:
+        """Cells of each level that a search for `count` pages visits in each head."""
+        known = zip(self.forest.known.tolist(), self.counts, strict=True)
+        # If all pages are requested, none may be missed: every cell is visited.
+        return np.array([self._part.width(n) if count < pages else n for n, pages in known])
+
+    def _search_coded(
+        self, queries: Float[Tensor, "H D"], entries: Entries, count: int
+    ) -> tuple[Int64[Tensor, "H P"], Int64[Tensor, " H"]]:
+        """`search` that asks for the keys of the visited cells alone, which their means choose."""
+        forest, starts = self.forest, entries.layout[0]
+        layout = forest.tree, forest.bases, forest.levels
+        found, seen = dci.visited_pages(queries, *layout, self._beams(count), max(self.counts))
+        visited = torch.from_numpy(found)
+        is_there = visited_mask(visited, max(self.counts))
+        heads = len(starts)
+        pages, owned = distinct_rows(is_there.view(heads, -1, is_there.shape[1]).any(1))
+        members = self.contents(pages.masked_fill(~owned, -1))
+        held = members >= 0
+        rows = (members + starts[:, None, None])[held]
+        keys = entries.keys_at(rows).float().split(held.sum((1, 2)).tolist())
+        asked = queries.float().view(heads, -1, queries.shape[1])
+        scores = torch.full(is_there.shape, -torch.inf).view(heads, -1, is_there.shape[1])
+        for head, own in enumerate(keys):
+            products = torch.full((len(asked[head]), *members.shape[1:]), -torch.inf)
+            products[:, held[head]] = asked[head] @ own.T
+            there = pages[head][owned[head]]
+            scores[head][:, there] = products.amax(2)[:, owned[head]]
+        ranked = top_rows(scores.flatten(0, 1).masked_fill(~is_there, -torch.inf), count)
+        return ranked, torch.from_numpy(seen)
 
     def contents(self, pages: Int64[Tensor, "N P"]) -> Int64[Tensor, "N P S"]:
         return self.forest.contents(pages)
@@ -228,6 +258,19 @@ class DciIndex(RecallIndex):
             pages, slots = np.nonzero(held >= 0)
             page_of[head, held[pages, slots]] = pages
         return torch.from_numpy(page_of)
+
+
+def visited_mask(pages: Int64[Tensor, "H P"], count: int) -> Bool[Tensor, "H N"]:
+    """Which of `count` pages are in each row, whose last are -1."""
+    mask = torch.zeros(len(pages), count + 1, dtype=torch.bool)
+    return mask.scatter_(1, pages + 1, True)[:, 1:]
+
+
+def distinct_rows(mask: Bool[Tensor, "K N"]) -> tuple[Int64[Tensor, "K P"], Bool[Tensor, "K P"]]:
+    """Columns of the true numbers of each row, in order, and which of these there are."""
+    counts = mask.sum(1)
+    order = (~mask).long().argsort(stable=True, dim=1)[:, : int(counts.max())]
+    return order, torch.arange(order.shape[1]) < counts[:, None]
 
 
 def _largest(keys: Float[Tensor, "S D"]) -> float:
