@@ -25,6 +25,18 @@ def some_tables(layer: LayerSpec, seed: int = 0) -> TransformTables:
     return TransformTables(forward, mean, deviation, layer.radians or ())
 
 
+def save_tables(layer: LayerSpec) -> TransformTables:
+    """Tables of a layer, saved as those of a model without a fingerprint."""
+    from safetensors.torch import save_file
+
+    from larder.cache import state_of
+
+    path, tables = tables_path("", "transform"), some_tables(layer)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(state_of({layer.index: tables}), path)
+    return tables
+
+
 def a_transform_layer(
     layer: LayerSpec,
     dtype: torch.dtype = torch.float32,

@@ -102,6 +102,17 @@ COMPOSITIONS = {
     "repetition_in_refreshed_transform_codes": (
         "whole() > reconstruct() > global() > transform() > context_refresh(tokens=4)"
     ),
+    "tree_of_keys_over_transform_codes": PARK.format("dci(dense=0) > transform()"),
+    "ahead_over_fixed_widths": PARK.format(
+        'dci(dense=0, fetch="ahead") > transform(coder="widths", bits=4)'
+    ),
+    "spans_over_transform_codes": PARK.format(
+        'positionless(dense=0, prefill="recalled") > transform(bits=4)'
+    ),
+    "share_by_repetition_over_transform_codes": (
+        "whole() > protect(sinks=4, recent=8) > reconstruct() > global() > "
+        'park(cut="share", size=0.5) > pq(dense=0) > transform()'
+    ),
     "narrowing_at_one_layer_refreshed": (
         "narrowing() > protect(sinks=4, recent=8) > snapkv(window=8) > uniform() > "
         "context_refresh(tokens=4)"
@@ -129,7 +140,7 @@ NOT_ENTRIES_ALONE = (
 )
 BYTES = 450 << 10
 REFUSED = {
-    PARK.format("rewatch(dense=0) > transform()"): "quantized() to hold offloaded entries",
+    PARK.format("rewatch(dense=0) > kvquant()"): "transform() to hold offloaded entries",
     "freeze() > reconstruct() > global() > transform()": "take exact(), or another schedule",
     PARK.format("magicpig() > compact()"): "take another recall part, such as positionless",
     "blockwise() > morph() > uniform() > compact()": "leave the storage out, or take another",

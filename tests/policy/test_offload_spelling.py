@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from larder import Policy
-from larder.core import BadParameter, Codec, OffloadSpec, spell
+from larder.core import BadParameter, Codec, Coder, OffloadSpec, TransformSpec, spell
 from larder.policy import Exact
 from larder.recall import Flat
 
@@ -39,3 +39,26 @@ def test_corrected_tokens_are_limited_to_recent_ones() -> None:
 def test_recalled_pages_leave_room_for_a_token_without_protection() -> None:
     policy = Policy.parse("protect(sinks=0, recent=0) > keydiff() > park() > flat(page=16)")
     assert [policy.with_sizes(tokens, None).recall.tokens for tokens in (64, 65)] == [48, 64]
+
+
+def test_offloaded_entries_can_be_transform_coded() -> None:
+    sentence = 'park(host_mib=7) > flat() > transform(bits=3, coder="widths", block=16)'
+    policy = Policy.parse(sentence).with_sizes(64, None)
+    assert Policy.parse(str(policy)) == policy
+    parking = policy.parking
+    assert parking is not None
+    assert parking.codec == TransformSpec(Coder.WIDTHS, block=16, bits=3.0)
+    named = parking.of_model("ab12")
+    assert named.codec == TransformSpec(Coder.WIDTHS, block=16, bits=3.0, model="ab12")
+    assert OffloadSpec.from_text(named.to_text()) == named
+    assert policy.calibrations == {"transform"}
+    assert policy.resident_storage == policy.planner.storage == Exact()
+
+
+STATES = 32  # of the entropy coder
+
+
+def test_parked_blocks_have_no_more_entries_than_the_coder_has_states() -> None:
+    parking = Policy.parse("park() > flat() > transform()").with_sizes(64, None).parking
+    assert parking is not None and isinstance(parking.codec, TransformSpec)
+    assert parking.codec.block == STATES

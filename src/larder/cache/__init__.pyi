@@ -42,6 +42,7 @@ from .offload.quantized_slow_tier import QuantizedSlowTier as QuantizedSlowTier
 from .offload.slow_tier import OffloadBatch as OffloadBatch
 from .offload.slow_tier import SlowTier as SlowTier
 from .offload.slow_tier import StorageOwners as StorageOwners
+from .offload.transformed_slow_tier import TransformedSlowTier as TransformedSlowTier
 from .page_arena import PageArena as PageArena
 from .predictive import PredictiveTables as PredictiveTables
 from .predictive import SidePrediction as SidePrediction
@@ -66,6 +67,7 @@ from .table_file import tables_path as tables_path
 from .tier_inputs import MOST_TIERS as MOST_TIERS
 from .tier_inputs import kept_call as kept_call
 from .transform_tables import TransformTables as TransformTables
+from .transform_tables import calibrated_step as calibrated_step
 from .transform_tables import state_of as state_of
 from .transformed_tier import SPEC_KEY as SPEC_KEY
 from .transformed_tier import TransformedTier as TransformedTier

@@ -51,6 +51,14 @@ class ComponentMeans:
         codes = (sides / scales[..., None]).round().flatten(1)
         return ComponentMeans(codes.to(torch.int8), scales)
 
+    def with_heads(self, other: ComponentMeans, heads: Int64[Tensor, " N"]) -> ComponentMeans:
+        """Means with those of some heads in place of these."""
+        codes, scales = other.codes.clone(), other.scales.clone()
+        if len(self.codes):
+            stays = torch.ones(len(codes), dtype=torch.bool).index_fill(0, heads, False)
+            codes[stays], scales[stays] = self.codes[stays], self.scales[stays]
+        return ComponentMeans(codes, scales)
+
     def of_head(self, head: int) -> Float[Tensor, " D2"] | float:
         """Mean of each component of a head."""
         return self.numbers[head] if len(self.codes) else 0.0

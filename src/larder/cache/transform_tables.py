@@ -19,15 +19,17 @@ from jaxtyping import Float, Int, Int32
 from torch import Tensor
 
 from larder.cache.table_file import read_tensors, tables_path, tensors_digest
-from larder.core.codec import RopeStage, TransformSpec
+from larder.core.codec import Coder, RopeStage, TransformSpec
 from larder.core.errors import CacheError
 from larder.core.spec import LayerSpec
 from larder.ops.cpu.transform_attention import ByteMatrices, bfloat16_pairs, byte_matrices
 from larder.ops.rope import rotate
+from larder.ops.symbol_model import classes_of, mean_bits
 
 PARTS = ("forward", "mean", "deviation")
 KEYS, VALUES = 0, 1
 NO_LEVELS = torch.zeros(2, 0)
+STEP_OCTAVES, STEP_PRECISION = 20.0, 1e-4  # of the search for a step, in octaves
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,6 +153,30 @@ def _read(
         path, [f"{layer}.{part}" for part in names]
     ).values()
     return TransformTables(forward, mean, deviation, radians, *levels)
+
+
+def calibrated_step(spec: TransformSpec) -> float:
+    """Step with which the components of the calibration text take the bits of a spec.
+
+    Args:
+        spec: of a calibrated model, whose tables `TransformTables.load` finds.
+    """
+    path = tables_path(spec.model, spec.calibration)
+    return _step(path, path.stat().st_mtime_ns, spec.coder, spec.bits)
+
+
+@cache
+def _step(path: Path, modified: int, coder: Coder, bits: float) -> float:
+    """`calibrated_step` by a file as it was at a time: bits fall as the step grows."""
+    held = read_tensors(path)
+    parts = [tensor.flatten() for name, tensor in held.items() if name.endswith(".deviation")]
+    deviations, means = torch.cat(parts).double().numpy(), mean_bits(coder)
+    low, high = -STEP_OCTAVES, STEP_OCTAVES
+    while high - low > STEP_PRECISION:
+        tried = (low + high) / 2
+        is_over = float(means[classes_of(deviations, 2.0**tried)].mean()) > bits
+        low, high = (tried, high) if is_over else (low, tried)
+    return 2.0**high
 
 
 def levels_name(bits: int) -> str:

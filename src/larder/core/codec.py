@@ -310,6 +310,7 @@ class TransformSpec:
         mean: that components are centered on.
         level_bits: of the code of a level, 2 to 4, where the coder has levels; 0 elsewhere.
         outliers: most numbers that are kept apart, as a share, where the coder has levels.
+        bits: per number of the calibration text, where these decide the step; 0 where plans do.
 
     Raises:
         BadParameter: a value out of range, or no calibration has the metric and the keys.
@@ -325,6 +326,7 @@ class TransformSpec:
     mean: MeanSource = MeanSource.TEXT
     level_bits: int = 0
     outliers: float = 0.0
+    bits: float = 0.0
 
     def __post_init__(self) -> None:
         numbers = ("sinks", self.sinks, 0), ("recent", self.recent, 0), ("block", self.block, 1)
@@ -350,7 +352,8 @@ class TransformSpec:
     def to_text(self) -> str:
         """Text form, as sessions save it."""
         named = {"coder": self.coder.value, "rope": self.rope.value, "mean": self.mean.value}
-        return json.dumps(asdict(self) | named)
+        fields = asdict(self) | named
+        return json.dumps({name: fields[name] for name in fields if name != "bits" or self.bits})
 
     @staticmethod
     def from_text(text: str) -> TransformSpec:

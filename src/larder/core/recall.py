@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import ClassVar
 
@@ -18,7 +18,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from larder.core.arguments import require
-from larder.core.codec import Codec
+from larder.core.codec import Codec, TransformSpec
 from larder.core.errors import BadParameter
 from larder.core.family import Family, public_name
 from larder.core.observation import Entries
@@ -344,18 +344,24 @@ class OffloadSpec:
 
     Args:
         host_mib: most host memory of a sequence's offloaded entries, in MiB; None for no limit.
-        codec: quantization of offloaded entries; None for none.
+        codec: quantization or transform coding of offloaded entries; None for none.
         is_gapless: whether recalled and resident entries are attended to at consecutive positions.
     """
 
     recall: RecallPart
     host_mib: int | None = None
-    codec: Codec | None = None
+    codec: Codec | TransformSpec | None = None
     is_gapless: bool = False
+
+    def of_model(self, fingerprint: str) -> OffloadSpec:
+        """Spec with the fingerprint of a model, where the coding has calibrated tables."""
+        if not isinstance(self.codec, TransformSpec):
+            return self
+        return replace(self, codec=self.codec.of_model(fingerprint))
 
     def to_text(self) -> str:
         """Text form, as sessions save it."""
-        parts = [spell(self.recall)] + ([] if self.codec is None else [spell(self.codec)])
+        parts = [spell(self.recall)] + ([] if self.codec is None else [_coding_text(self.codec)])
         parts += [GAPLESS] if self.is_gapless else []
         return f"{'' if self.host_mib is None else self.host_mib} {' > '.join(parts)}"
 
@@ -366,5 +372,14 @@ class OffloadSpec:
         call, *others = parse(sentence)
         recall = build(RECALLS.load(call.name), call.parameters)
         codecs = [other for other in others if f"{other.name}()" != GAPLESS]
-        codec = build(Codec, codecs[0].parameters) if codecs else None
+        codec = build(CODINGS[codecs[0].name], codecs[0].parameters) if codecs else None
         return OffloadSpec(recall, int(host) if host else None, codec, len(codecs) < len(others))
+
+
+CODINGS: Mapping[str, type[Codec | TransformSpec]] = {"codec": Codec, "transform": TransformSpec}
+
+
+def _coding_text(coding: Codec | TransformSpec) -> str:
+    """Text of the coding of offloaded entries, by its name in `CODINGS`."""
+    name = next(name for name, kind in CODINGS.items() if isinstance(coding, kind))
+    return f"{name}({spell(coding).partition('(')[2]}"

@@ -104,6 +104,7 @@ from .symbol_model import MIDDLE as MIDDLE
 from .symbol_model import TIER_ROW as TIER_ROW
 from .symbol_model import TOTAL as TOTAL
 from .symbol_model import classes_of as classes_of
+from .symbol_model import mean_bits as mean_bits
 from .topk import top_masks as top_masks
 from .topk import top_per_head as top_per_head
 from .vector_quantization import VectorCodes as VectorCodes

@@ -26,6 +26,8 @@ import numpy as np
 from jaxtyping import Float, Int, UInt8, UInt16
 from numpy import ndarray
 
+from larder.core.codec import Coder
+
 PROBABILITY_BITS = 12
 TOTAL = 1 << PROBABILITY_BITS
 CLASSES_PER_OCTAVE = 4
@@ -121,6 +123,16 @@ def symbol_model() -> SymbolModel:
     return SymbolModel(starts, slots, ranks, places, alias, raw_bits, costs, widths)
 
 
+def mean_bits(coder: Coder) -> Float[ndarray, " C"]:
+    """Expected bits of a component of each class."""
+    if coder is Coder.WIDTHS:
+        ratios = 2.0 ** (FIRST_OCTAVE + np.arange(NUM_CLASSES) / CLASSES_PER_OCTAVE)
+        return np.array([_width_bits(ratio).min() for ratio in ratios])
+    model = symbol_model()
+    shares = np.diff(model.starts[:NUM_CLASSES].astype(np.float64)) / TOTAL
+    return (shares * model.costs).sum(1)
+
+
 def _alias_tables(counts: Int[ndarray, "C N"]) -> AliasTables:
     """Buckets of the slots of each row."""
     dealt = [_deal(count.tolist()) for count in counts]
@@ -182,11 +194,16 @@ def _frequencies(ratio: float, raw: int) -> Int[ndarray, " N"]:
 
 
 def _width(ratio: float) -> int:
-    """Fixed width with the fewest expected bits, exceptions included."""
+    """Fixed width with the fewest expected bits."""
+    return int(np.argmin(_width_bits(ratio)))
+
+
+def _width_bits(ratio: float) -> Float[ndarray, " W"]:
+    """Expected bits of a component by its fixed width, exceptions included."""
     widths = np.arange(MOST_WIDTH + 1)
     reach = np.where(widths == 0, 0, 2.0 ** (widths - 1) - 1)
     beyond = 2 * (1 - _cumulative((reach + 0.5) / ratio))
-    return int(np.argmin(widths + beyond * EXCEPTION_BITS))
+    return widths + beyond * EXCEPTION_BITS
 
 
 @cache

@@ -11,7 +11,7 @@ symbol, however large: the range coder behind an escape code, the others in list
 from __future__ import annotations
 
 import numpy as np
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Float, Int, Int64, UInt8
 from numpy import ndarray
 
 from larder.core.codec import LAST_TIER, Coder
@@ -25,9 +25,9 @@ from larder.ops.symbol_model import (
     classes_of,
     symbol_model,
 )
+from larder.ops.width_rows import COUNT_BYTES, WidthBlocks
 
 LARGEST_SYMBOL = 2**31 - 1
-COUNT_BYTES = 4  # number of exceptions of a block of fixed widths
 
 Numbers = Float[ndarray, "N W"]
 Tiers = Int[ndarray, " N"]
@@ -118,6 +118,35 @@ def is_whole(payload: Payload, count: int, width: int, coder: Coder) -> bool:
     it decodes them: that of bit planes.
     """
     return coder is not Coder.PLANES or plane_coder.is_whole(payload, count, width)
+
+
+def decoded_rows(
+    payload: Payload,
+    starts: Int64[ndarray, " M"],
+    sizes: Int64[ndarray, " M"],
+    heads: Int64[ndarray, " M"],
+    count: int,
+    places: Int64[ndarray, " N"],
+    deviations: Float[ndarray, "K W"],
+    step: float,
+    coder: Coder,
+) -> Numbers:
+    """Dequantized components of some entries of blocks of `count` entries each, as of `decoded`.
+
+    Args:
+        starts, sizes: of each block in the payload.
+        heads: row of `deviations` of each block.
+        places: of the entries: entry e of block b is at b * count + e.
+    """
+    if coder is Coder.WIDTHS:
+        bases = classes_of(deviations, step)
+        return WidthBlocks(payload, starts, sizes, heads, count, bases).rows(places, step)
+    wanted, back = np.unique(places // count, return_inverse=True)
+    parts = [np.empty((0, deviations.shape[1]), np.float32)]
+    for block in wanted.tolist():
+        words = payload[starts[block] : starts[block] + sizes[block]]
+        parts.append(decoded(words, count, deviations[heads[block]], step, coder)[0])
+    return np.concatenate(parts)[back.reshape(-1) * count + places % count]
 
 
 def _state_bytes(count: int) -> float:

@@ -231,7 +231,8 @@ class Policy:
     @property
     def calibrations(self) -> frozenset[str]:
         """Names of the calibration data that its parts require."""
-        return self.planner.calibrations
+        own = frozenset[str]() if self.recall is None else self.storage.required_calibrations()
+        return self.planner.calibrations | own
 
     @property
     def lexicon(self) -> frozenset[str]:
@@ -355,8 +356,8 @@ def _recall_part(
     if storage != Exact() and storage.parked is None and not storage.rerotates_keys:
         raise SpellingError(
             f"{spell(storage)} has no slow tier to park entries in: leave it out, take drop(), "
-            "quantized() to hold offloaded entries in few bits, or compact() to attend to them at "
-            "positions without gaps."
+            "quantized() or transform() to hold offloaded entries in few bits, or compact() to "
+            "attend to them at positions without gaps."
         )
     return _build_part("recall", recall)
 

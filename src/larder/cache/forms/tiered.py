@@ -19,6 +19,7 @@ offloads nothing. A fork shares slow tier and index until one of both has to cha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import ClassVar
 from weakref import ref
@@ -50,6 +51,7 @@ from larder.cache.offload.slow_tier import (
 )
 from larder.cache.spec import FORMS, CacheSpec, LayerOptions, text_tensor, with_prefix
 from larder.cache.validation import check_dropped, check_kept, check_offload_plan, refuse_eviction
+from larder.core.codec import TransformSpec
 from larder.core.errors import CacheError
 from larder.core.observation import Entries
 from larder.core.plan import Plan
@@ -89,9 +91,11 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
     @classmethod
     def create(cls, layer: LayerSpec, model: ModelSpec, spec: CacheSpec) -> TieredLayer:
         assert spec.parking is not None  # required
-        kind = FORMS.load("corrected") if spec.parking.recall.corrected else cls
-        kind = FORMS.load("gapless") if spec.parking.is_gapless else kind
-        return kind(layer, LayerOptions(model.dtype, model.device, spec))
+        parking = spec.parking.of_model(model.fingerprint)
+        kind = FORMS.load("corrected") if parking.recall.corrected else cls
+        kind = FORMS.load("gapless") if parking.is_gapless else kind
+        own = replace(spec, parking=parking)
+        return kind(layer, LayerOptions(model.dtype, model.device, own))
 
     @classmethod
     def check_spec(cls, spec: CacheSpec, model: ModelSpec) -> None:
@@ -430,11 +434,17 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
 def _create_slow_tier(
     layer: LayerSpec, options: LayerOptions, columns: tuple[str, ...]
 ) -> SlowTier:
-    """Empty slow tier, quantized if the offload spec has a codec."""
+    """Empty slow tier, coded if the offload spec has a codec."""
     codec = None if options.spec.parking is None else options.spec.parking.codec
     is_pinned = options.device.type == "cuda"
     if codec is None:
         return SlowTier(layer, options.dtype, columns, is_pinned)
+    if isinstance(codec, TransformSpec):
+        from larder.cache.offload.transformed_slow_tier import TransformedSlowTier
+        from larder.cache.transform_tables import TransformTables
+
+        tables = TransformTables.load(layer, codec)
+        return TransformedSlowTier(layer, options.dtype, columns, is_pinned, codec, tables)
     from larder.cache.offload.quantized_slow_tier import QuantizedSlowTier
 
     return QuantizedSlowTier(layer, options.dtype, columns, is_pinned, codec)

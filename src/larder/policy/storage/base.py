@@ -34,8 +34,8 @@ class Storage(PolicyPart, ABC):
         return ()
 
     @property
-    def parked(self) -> Codec | None:
-        """Codec of offloaded entries, where the fast tier stays exact; None if not supported."""
+    def parked(self) -> Codec | TransformSpec | None:
+        """Coding of offloaded entries, where the fast tier stays exact; None if not supported."""
         return None
 
     @property

@@ -15,6 +15,10 @@ one step. An entropy coder with static tables, bit planes or fixed widths hold t
 
 Under a budget this spends the bytes that it saves: as many more entries are kept as fit at `bits`
 per number, and the step is the smallest one whose bytes fit the budget.
+
+Behind park() it is what is parked that is held so, and the fast tier stays exact. The step is then
+that with which the components of the calibration text take `bits` a number, so it is known before
+any text, and an entry is coded once. `sinks`, `recent` and `tiers` say nothing of parked entries.
 """
 
 from __future__ import annotations
@@ -33,6 +37,8 @@ from larder.core.errors import BadParameter
 from larder.core.observation import Entries, LayerScores, ScoreScale
 from larder.core.plan import Plan
 from larder.policy.storage._exact_ends import OVERHEAD_BYTES, ExactEndsStorage
+
+PARKED_BLOCK = 32  # most entries of an offloaded block: one for each state of the coder
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,10 @@ class Transform(ExactEndsStorage):
                 "transform.coder must be entropy, planes or widths: kvquant() has levels."
             )
         _ = self.transform  # checks the rest
+
+    @property
+    def parked(self) -> TransformSpec:
+        return replace(self.transform, block=min(self.block, PARKED_BLOCK), bits=self.bits)
 
     @property
     def transform(self) -> TransformSpec:
