@@ -315,7 +315,9 @@ class TransformedSlowTier(CodedSlowTier):
             PAYLOAD: numbers.payload.clone(),
             SIZES: sizes.int(),
             OWNERS: numbers.owners.int(),
-            TABLES: text_tensor(f"{CODINGS[numbers.spec.coder]} {numbers.tables.digest} {numbers.step!r}"),
+            TABLES: text_tensor(
+                f"{CODINGS[numbers.spec.coder]} {numbers.tables.digest} {numbers.step!r}"
+            ),
             **numbers.means.state(),
         }
 
@@ -326,7 +328,10 @@ class TransformedSlowTier(CodedSlowTier):
             CacheError: they were coded with other tables, or are damaged.
         """
         numbers, layer = self._transformed, self._whole
-        if text_of(state[TABLES]) != f"{CODINGS[numbers.spec.coder]} {numbers.tables.digest} {numbers.step!r}":
+        if (
+            text_of(state[TABLES])
+            != f"{CODINGS[numbers.spec.coder]} {numbers.tables.digest} {numbers.step!r}"
+        ):
             raise CacheError(
                 f"The offloaded entries of layer {layer.index} of the saved cache were coded with "
                 "another calibration than the model now has: build the cache again."
