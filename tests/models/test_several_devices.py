@@ -16,7 +16,7 @@ from torch import nn
 import larder
 from larder import Engine
 from larder.cache import PageArena, SequenceCache
-from larder.core import LayerPairing, ModelError, UsageError
+from larder.core import LayerPairing, ModelError, TransformSpec, UsageError
 from larder.interop import LarderCache
 from larder.models import wrap_model
 from second_device import CPU, OTHER, SecondDevice
@@ -123,10 +123,15 @@ def test_spread_model_generates_the_same_under_a_full_budget(device: SecondDevic
 
 
 @pytest.mark.extended
-def test_layer_pairs_and_pages_on_several_devices_are_refused(device: SecondDevice) -> None:
+def test_layers_held_together_and_pages_on_several_devices_are_refused(
+    device: SecondDevice,
+) -> None:
+    refusal = r"computed on cpu, xpu:0.*device_map=\{'': DEVICE\}"
     with wrap_model(spread(device)) as decoder:
-        with pytest.raises(UsageError, match=r"computed on cpu, xpu:0.*device_map=\{'': DEVICE\}"):
+        with pytest.raises(UsageError, match=refusal):
             SequenceCache(decoder.spec, "paired", pairing=LayerPairing())
+        with pytest.raises(UsageError, match=refusal):
+            SequenceCache(decoder.spec, "ragged", transform=TransformSpec())
         with pytest.raises(ModelError, match="several devices, but pages lie on one"):
             decoder.use_pages(PageArena(decoder.spec, 8))
 

@@ -210,14 +210,14 @@ def create_layer(layer: LayerSpec, model: ModelSpec, spec: CacheSpec) -> CacheLa
     elif layer.sliding_window is not None:
         kind = FORMS.load("window")
     else:
-        kind = form_of(spec)
+        kind = form_of(spec).layer_class(spec)
         if kind.can_page and model.arena is not None and _can_page(layer, spec):
             kind = FORMS.load("paged")
     if kind.spans_layers and model.layer_devices:
         found = ", ".join(dict.fromkeys(map(str, model.layer_devices)))
         raise UsageError(
-            f"The layers of the model are computed on {found}, but caches of the form "
-            f"{spec.form!r} hold numbers of several layers together: name one device for all "
+            f"The layers of the model are computed on {found}, but this storage of the "
+            "cache holds numbers of several layers together: name one device for all "
             "layers (device_map={'': DEVICE}), or take a policy that selects entries."
         )
     return kind.create(layer, model.of_layer(layer.index), spec)

@@ -98,6 +98,12 @@ class CacheLayer(DivisibleStorage, TensorOwner):
         self.layer = layer
 
     @classmethod
+    def layer_class(cls, spec: CacheSpec) -> type[CacheLayer]:
+        """Class of the layers that `create` makes: this one, or that of the form which codes."""
+        del spec
+        return cls
+
+    @classmethod
     def create(cls, layer: LayerSpec, model: ModelSpec, spec: CacheSpec) -> CacheLayer:
         """Empty layer of this form, or of the form that `spec` needs instead."""
         return cls(layer, LayerOptions(model.dtype, model.device, spec))

@@ -68,11 +68,16 @@ class RaggedLayer(RaggedSteps):
         self._count_bytes()
 
     @classmethod
+    def layer_class(cls, spec: CacheSpec) -> type[CacheLayer]:
+        if spec.codecs:
+            return FORMS.load("graded")
+        return cls if spec.transform is None else FORMS.load("transform")
+
+    @classmethod
     def create(cls, layer: LayerSpec, model: ModelSpec, spec: CacheSpec) -> CacheLayer:
-        if spec.codecs or spec.transform is not None:
-            other: type[CacheLayer] = FORMS.load("graded" if spec.codecs else "transform")
-            return other.create(layer, model, spec)
-        return super().create(layer, model, spec)
+        other = cls.layer_class(spec)
+        create = super().create if other is cls else other.create
+        return create(layer, model, spec)
 
     def append(self, keys: Keys, values: Values, positions: Positions) -> None:
         check_dtypes(self.layer, self._keys.dtype, keys, values)
