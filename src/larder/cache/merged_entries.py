@@ -13,7 +13,6 @@ from larder.core.errors import CacheError
 from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.types import empty_tensor
-from larder.ops.entry_merge import weighted_sums
 from larder.ops.packing import are_in_range, is_in_sorted
 
 EntryReader = Callable[[Int64[Tensor, " N"]], tuple[Tensor, Tensor]]
@@ -47,6 +46,8 @@ def merge_entries(plan: Plan, entries: Entries) -> MergedEntries:
     folds = plan.folds
     if not len(folds):
         return no_merges(entries.keys)
+    from larder.ops.entry_merge import weighted_sums  # few policies merge
+
     check_sources(plan, sum(entries.lengths))
     starts, lengths = entries.layout
     targets, keys, values = weighted_sums(
@@ -75,6 +76,8 @@ def merge_by_index(
     Raises:
         CacheError: a source is no entry, or a target is not kept.
     """
+    from larder.ops.entry_merge import weighted_sums
+
     check_folds(plan, len(order))
     folds = plan.folds
     sources, rows = torch.unique(order[folds.sources.cpu()], return_inverse=True)
