@@ -31,6 +31,7 @@ FAMILIES = (
 )
 FILE_LINES = 500
 FUNCTION_LINES = 60
+LONG_VALUE = 12  # lines of a constant that may stand where it is used
 
 
 def part_names(folder: Path) -> list[str]:
@@ -69,6 +70,25 @@ def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
         return lines
     docstring = function.body[0]
     return lines - ((docstring.end_lineno or docstring.lineno) - docstring.lineno + 1)
+
+
+def late_constants(source: str) -> list[str]:
+    """Constants under the first class or function of a file that need none of its own."""
+    body = ast.parse(source).body
+    definitions = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    first = next((n for n, node in enumerate(body) if isinstance(node, definitions)), len(body))
+    own = {"vars"} | {node.name for node in body if isinstance(node, definitions)}
+    late = list[str]()
+    for node in body[first:]:
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+            continue
+        target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+        used = {part.id for part in ast.walk(node.value) if isinstance(part, ast.Name)}
+        if isinstance(target, ast.Name) and (used & own or not target.id.isupper()):
+            own.add(target.id)
+        elif isinstance(target, ast.Name) and (node.end_lineno or 0) - node.lineno < LONG_VALUE:
+            late.append(target.id)
+    return late
 
 
 def source_files() -> list[Path]:
@@ -152,6 +172,19 @@ def test_functions_stay_short() -> None:
         f"{file.relative_to(ROOT)}: {', '.join(names)}" for file, names in long.items() if names
     ]
     assert not found, f"functions over {FUNCTION_LINES} lines: {'; '.join(found)}"
+
+
+def test_constants_stand_above_classes_and_functions() -> None:
+    late = {file: late_constants(file.read_text()) for file in PACKAGE.rglob("*.py")}
+    found = [
+        f"{file.relative_to(ROOT)}: {', '.join(names)}" for file, names in late.items() if names
+    ]
+    assert not found, f"constants under a class or function: {'; '.join(sorted(found))}"
+
+
+def test_late_constant_is_found() -> None:
+    source = "A = 1\ndef f(): ...\nB = A\nC = f()\nD = C\nlower = 2\nE = lower\n"
+    assert late_constants(source) == ["B"]
 
 
 def test_long_function_is_found() -> None:

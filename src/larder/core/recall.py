@@ -28,6 +28,8 @@ from larder.core.spelling import build, parse, spell
 
 RECALLS = Family("recall", "larder.recall")
 GAPLESS = "compact()"  # in the text form of an offload
+# Codings of offloaded entries, by their names in it.
+CODINGS: Mapping[str, type[Codec | TransformSpec]] = {"codec": Codec, "transform": TransformSpec}
 SAMPLE_ENTRIES = 1 << 10  # per head, of the sample that estimates the bytes of an index
 
 
@@ -374,9 +376,6 @@ class OffloadSpec:
         codecs = [other for other in others if f"{other.name}()" != GAPLESS]
         codec = build(CODINGS[codecs[0].name], codecs[0].parameters) if codecs else None
         return OffloadSpec(recall, int(host) if host else None, codec, len(codecs) < len(others))
-
-
-CODINGS: Mapping[str, type[Codec | TransformSpec]] = {"codec": Codec, "transform": TransformSpec}
 
 
 def _coding_text(coding: Codec | TransformSpec) -> str:

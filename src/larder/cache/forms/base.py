@@ -82,11 +82,8 @@ class CacheLayer(DivisibleStorage, TensorOwner):
     # Whether a layer of a model with an arena of pages holds its entries there instead.
     can_page: ClassVar[bool] = False
 
-    # Whether layers hold numbers together, so that all must be on one device.
-    spans_layers: ClassVar[bool] = False
-
-    # Whether latents (MLA) can be held, as keys and values at once.
-    holds_latents: ClassVar[bool] = False
+    spans_layers: ClassVar[bool] = False  # layers hold numbers together, on one device
+    holds_latents: ClassVar[bool] = False  # holds latents (MLA), as keys and values at once
 
     num_readers: int = 0  # layers that attend to the entries of this one
     pending: PendingBlock | None = None
@@ -100,7 +97,6 @@ class CacheLayer(DivisibleStorage, TensorOwner):
     @classmethod
     def layer_class(cls, spec: CacheSpec) -> type[CacheLayer]:
         """Class of the layers that `create` makes: this one, or that of the form which codes."""
-        del spec
         return cls
 
     @classmethod
