@@ -278,6 +278,22 @@ def test_missing_file_is_refused(tmp_path: Path) -> None:
         load(str(tmp_path / "none.gguf"))
 
 
+def test_disk_that_is_full_before_the_last_byte_leaves_no_model(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    file = tiny_file(tmp_path)
+    folder = convert_gguf(file)
+    size = (folder / "model.safetensors").stat().st_size
+    folder.rename(tmp_path / "whole")
+    former = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1, former[1]))
+    try:
+        with pytest.raises(ModelError, match="make room, or set LARDER_HOME"):
+            convert_gguf(file)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, former)
+    assert not list(folder.parent.iterdir())
+
+
 def test_unwritable_home_is_refused(tmp_path: Path, home: Path) -> None:
     file = tiny_file(tmp_path)
     home.write_text("a file where the folder would be")

@@ -166,7 +166,7 @@ def _placed(
     values, width = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
     start = data_start + offset
     stop = start + math.prod(shape) // values * width
-    if shape and shape[-1] % values or stop > size:
+    if math.prod(shape[-1:]) % values or stop > size:
         raise ValueError(f"the tensor {name} of shape {shape} is cut")
     return StoredTensor(name, shape, kind, start, stop)
 

@@ -114,7 +114,7 @@ def _stream(source: _Source, header: GGUFHeader, target: Path, report: Progress)
         entries[name] = entry
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % HEADER_ALIGNMENT)
-    with target.open("wb", buffering=0) as file:
+    with target.open("wb") as file:  # buffered: a write to the file itself may be cut short
         file.write(struct.pack("<Q", len(text)) + text)
         for count, (_, tensor) in enumerate(sorted(tensors.items()), start=1):
             _write_tensor(source, tensor, file)
