@@ -23,6 +23,7 @@ from larder.core.codec import Coder, RopeStage, TransformSpec
 from larder.core.errors import CacheError
 from larder.core.spec import LayerSpec
 from larder.ops.cpu.transform_attention import ByteMatrices, bfloat16_pairs, byte_matrices
+from larder.ops.plane_coder import MOST_WIDTH
 from larder.ops.rope import rotate
 from larder.ops.symbol_model import classes_of, mean_bits
 
@@ -116,8 +117,14 @@ class TransformTables:
         """Tables of a layer of the calibrated model of a spec; caches of a model share them.
 
         Raises:
-            CacheError: the model is not calibrated, or its rotary embedding is unknown.
+            CacheError: the model is not calibrated, its rotary embedding is unknown, or its heads
+                have more components than the coder holds.
         """
+        if spec.coder is Coder.PLANES and 2 * layer.head_dim > MOST_WIDTH:
+            raise CacheError(
+                f"Layer {layer.index} has heads of {layer.head_dim} components, but "
+                f"transform(coder='planes') holds {MOST_WIDTH // 2} at most: take another coder."
+            )
         if layer.radians is None:
             raise CacheError(
                 f"Layer {layer.index} has a rotary embedding unknown to Larder, so its keys "
