@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from builders import a_layer, a_spec
 from larder import Policy
 from larder.cache import BatchPlan, SequenceCache
-from larder.core import CacheError, Ledger, Mode, Plan
+from larder.core import CacheError, LayerPairing, Ledger, Mode, Plan
 from larder.models import BatchSegment, wrap_model
 from larder.ops import RemovalTable, removes_together
 from larder.prefill import DecodeEviction, PeakMemoryMeter
@@ -189,3 +190,11 @@ def test_exception_between_layers_leaves_caches_usable() -> None:
     assert torch.equal(steps.run(), twin.run())
     for one, other in zip(steps.caches, twin.caches, strict=True):
         assert_same(one, other)
+
+
+def test_plans_of_layers_held_together_are_not_deferred_behind_a_window() -> None:
+    spec = a_spec(*(a_layer(window=None if n else 8, index=n) for n in range(3)))
+    assert BatchPlan.can_defer(SequenceCache(spec, form="ragged"))
+    cache = SequenceCache(spec, form="paired", pairing=LayerPairing())
+    assert not cache.layers[0].spans_layers and cache.layers[1].spans_layers
+    assert not BatchPlan.can_defer(cache)

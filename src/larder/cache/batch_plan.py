@@ -33,7 +33,8 @@ class BatchPlan:
     @staticmethod
     def can_defer(cache: SequenceCache) -> bool:
         """True if no layer's plan depends on whether that of another layer is carried out."""
-        return not cache.layers[0].spans_layers and not cache.spec.last_readers
+        spans_layers = any(layer.spans_layers for layer in cache.layers)
+        return not spans_layers and not cache.spec.last_readers
 
     def add(self, cache: SequenceCache, layer: int, plan: Plan) -> None:
         """Add the plan of a layer, to be carried out by `evict`."""
