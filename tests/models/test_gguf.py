@@ -252,9 +252,15 @@ def huge_count(content: bytes) -> bytes:
     return content[:16] + struct.pack("<Q", 2**40) + content[24:]
 
 
+def huge_layers(content: bytes) -> bytes:
+    key = b"llama.block_count" + struct.pack("<I", 4)
+    return content.replace(key + struct.pack("<I", 2), key + struct.pack("<I", 2**32 - 1))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (huge_layers, "names 4294967295 layers, but has 21 tensors"),
         (damaged_magic, "does not start with GGUF"),
         (huge_count, "cannot be read as GGUF"),
         (no_alignment, "cannot be read as GGUF"),

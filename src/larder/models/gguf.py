@@ -153,8 +153,7 @@ def _convert(path: Path, folder: Path, scratch: Path, report: Progress) -> None:
 
     try:
         header = read_header(path)
-        if (count := header.values.get(PARTS_KEY, 1)) > 1:
-            raise ValueError(f"it is one of {count} parts: join them with llama-gguf-split --merge")
+        _check_header(header)
         tokens = save_tokenizer(path, header, folder, scratch / "tokens.gguf")
         config = _read_config(header, scratch / "header.gguf", tokens)
         write_weights(path, header, config, folder / WEIGHTS, report)
@@ -165,6 +164,15 @@ def _convert(path: Path, folder: Path, scratch: Path, report: Progress) -> None:
             "safetensors of the same model."
         ) from error
     _save_config(folder, config)
+
+
+def _check_header(header: GGUFHeader) -> None:
+    """Raise ValueError if a file is one of several, or names more layers than it has tensors."""
+    if (count := header.values.get(PARTS_KEY, 1)) > 1:
+        raise ValueError(f"it is one of {count} parts: join them with llama-gguf-split --merge")
+    layers, tensors = header.values.get(f"{header.architecture}.block_count", 0), header.tensors
+    if layers > len(tensors):  # the configuration and the map of names would take its memory
+        raise ValueError(f"it names {layers} layers, but has {len(tensors)} tensors")
 
 
 def _read_config(header: GGUFHeader, short: Path, tokens: int) -> Any:

@@ -69,6 +69,11 @@ class GGUFHeader:
     data_bytes: int
 
     @property
+    def architecture(self) -> str:
+        """Name of the architecture in the format."""
+        return self.values["general.architecture"]
+
+    @property
     def alignment(self) -> int:
         """Bytes that the first tensor's offset is a multiple of."""
         return int(self.values.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT))

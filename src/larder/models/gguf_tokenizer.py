@@ -163,8 +163,8 @@ def _words(header: GGUFHeader) -> tuple[dict[str, int], Merges] | None:
         select_tokenizer_builder,
     )
 
-    architecture, tokens = header.values["general.architecture"], header.values[TOKENS]
-    build = select_tokenizer_builder(architecture, header.values.get(MODEL))
+    tokens = header.values[TOKENS]
+    build = select_tokenizer_builder(header.architecture, header.values.get(MODEL))
     name, stated = getattr(build, "__name__", ""), header.values.get(MERGES)
     described = {"tokens": tokens, "scores": header.values.get(SCORES)}
     if name == BYTE_LEVEL and stated is not None:

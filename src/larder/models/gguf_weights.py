@@ -96,8 +96,7 @@ def _source(path: Path, header: GGUFHeader, config: Any) -> _Source:
         get_gguf_hf_weights_map,
     )
 
-    architecture = header.values["general.architecture"]
-    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
+    processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=config.to_dict())
     with torch.device("meta"):
         names = tuple(AutoModelForCausalLM.from_config(config).state_dict())
     name_map = get_gguf_hf_weights_map(_State(config, names), processor)
