@@ -330,14 +330,6 @@ def test_model_that_is_not_calibrated_is_refused() -> None:
         TransformTables.load(replace(LAYER, radians=None), TransformSpec())
 
 
-def test_heads_wider_than_bit_planes_hold_are_refused() -> None:
-    spec = TransformSpec(coder=Coder.PLANES)
-    with pytest.raises(CacheError, match="514 components.*holds 512 at most"):
-        TransformTables.load(replace(LAYER, head_dim=514), spec)
-    with pytest.raises(CacheError, match="larder model calibrate"):
-        TransformTables.load(replace(LAYER, head_dim=512), spec)
-
-
 def test_layers_of_a_cache_are_fitted_with_one_step() -> None:
     """The form of the specification is `ragged`, whose layers are fitted one by one."""
     a_transform_layer(LAYER)  # saves its tables

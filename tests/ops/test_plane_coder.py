@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from hashlib import sha256
 
 import hypothesis.strategies as st
@@ -10,9 +11,10 @@ import pytest
 import torch
 from hypothesis import given
 
-from builders import draw
+from builders import a_layer, draw
 from cache_stores import attend_held
-from larder.core import Coder
+from larder.cache import TransformTables
+from larder.core import CacheError, Coder, TransformSpec
 from larder.ops import NARROW_CODES, WIDE_CODES, c_library, plane_coder
 from larder.ops import transform_coder as coding
 from ops.test_transform_attention import a_coded_layer, a_wide_layer, looped
@@ -204,3 +206,11 @@ def test_attention_to_bytes_is_near_the_reference(head_dim, step, block) -> None
     new = draw(layer, 2, 150)
     found, expected = attend_held(store, new), looped(store, new.queries, biased=False)
     assert float((found - expected).norm() / expected.norm()) < 2e-2
+
+
+def test_heads_wider_than_bit_planes_hold_are_refused() -> None:
+    spec = TransformSpec(coder=Coder.PLANES)
+    with pytest.raises(CacheError, match="514 components.*holds 512 at most"):
+        TransformTables.load(replace(a_layer(), head_dim=514), spec)
+    with pytest.raises(CacheError, match="larder model calibrate"):
+        TransformTables.load(replace(a_layer(), head_dim=512), spec)

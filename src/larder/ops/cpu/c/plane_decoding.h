@@ -180,7 +180,6 @@ static const uint8_t *read_tiers(const uint8_t *bytes, const uint8_t *end, int64
     return bytes;
 }
 
-
 /* Whether the bytes of a block of bit planes are those of its entries; `symbols` is a scratch
  * [width, PLANE_ROWS], `tiers` one of `count`. */
 static int planes_are_whole(int64_t width, int64_t count, const uint8_t *bytes, const uint8_t *end,

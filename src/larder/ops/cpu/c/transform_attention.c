@@ -2,8 +2,8 @@
  *
  * Each block of a head is decoded by one thread, attended to, and forgotten: keys are turned back
  * and rotated, components of values are averaged as they are, and the average alone is turned back.
- * The coders are described in ops/cpu/range_coder_kernels.py and ops/plane_coder.py. Blocks are merged by log-sum-exp in
- * order, so that the number of threads changes no result.
+ * The coders are described in ops/cpu/range_coder_kernels.py and ops/plane_coder.py. Blocks are
+ * merged by log-sum-exp in order, so that the number of threads changes no result.
  */
 
 #if defined(__x86_64__)
