@@ -27,7 +27,7 @@ from larder.store import EVICTIONS, EvictionPolicy, Marconi, SupersededOrder
 from larder_bench.offline_optimum import Belady, Clairvoyant, FutureReads, ReuseIntervals
 from larder_bench.results.environment import environment_row
 from larder_bench.results.rows import Row, append_rows
-from larder_bench.trace_replay import ReplayCounts, best_rule, replay_trace
+from larder_bench.trace_replay import ReplayCounts, best_policy, replay_trace
 from larder_bench.traces.base import TRACES, StateForm, Trace, Workload
 
 TUNED = "marconi tuned"
@@ -104,14 +104,14 @@ def _rules(case: EvictionCase, size: int, spellings: str) -> Iterator[tuple[str,
     if spellings:
         for rule in spellings.split(";"):
             if rule == TUNED:
-                yield TUNED, best_rule(case.trace, Marconi().variants(), size)
+                yield TUNED, best_policy(case.trace, Marconi().variants(), size)
                 continue
             call = parse(rule, "rule")[0]
             yield rule, build(EVICTIONS.load(call.name), call.parameters)
         return
     for name in EVICTIONS.names():
         yield name, EVICTIONS.load(name)()
-    yield TUNED, best_rule(case.trace, Marconi().variants(), size)
+    yield TUNED, best_policy(case.trace, Marconi().variants(), size)
 
 
 def _bound(case: EvictionCase, size: int, counts: ReplayCounts) -> Row:

@@ -294,10 +294,10 @@ def replay_trace(
     return tier.counts
 
 
-def best_rule(
+def best_policy(
     trace: Trace, policies: Sequence[EvictionPolicy], budget_bytes: int, share: float = 0.1
 ) -> Any:
-    """Rule that saves most seconds on the first part of a trace; of equal ones the first."""
+    """Policy that saves most seconds on the first part of a trace; of equal ones the first."""
     head = replace(trace, events=trace.events[: max(1, int(share * len(trace.events)))])
     return max(policies, key=lambda policy: replay_trace(head, policy, budget_bytes).hit_seconds)
 

@@ -13,7 +13,7 @@ from larder_bench.trace_replay import (
     MIN_PAUSES,
     SimulatedTier,
     ToolDurations,
-    best_rule,
+    best_policy,
     replay_trace,
 )
 from larder_bench.traces.base import NONE, TRACES, StateForm, Trace
@@ -130,7 +130,7 @@ def test_tuned_rule_is_best_on_the_first_part_of_the_trace() -> None:
     trace = trace_of("chat", StateForm.WHOLE, 500)
     budget = held_of("chat", StateForm.WHOLE, 500).needed_bytes() // 8
     rules = [rule("random"), rule("lru"), rule("marconi", alpha=2.0)]
-    found = best_rule(trace, rules, budget, share=1.0)
+    found = best_policy(trace, rules, budget, share=1.0)
     assert found is max(rules, key=lambda own: replay_trace(trace, own, budget).hit_seconds)
 
 
