@@ -102,9 +102,9 @@ def _without(given: dict[str, Any], name: str) -> dict[str, Any]:
 def test_blocks_do_not_split_images(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("larder.prefill.schedules.whole.BLOCK_TOKENS", 9)
     model, read = model_of(LLAVA), list[int]()
-    layer = model.model.language_model.layers[0]
-    handle = layer.register_forward_pre_hook(lambda layer, args: read.append(args[0].shape[1]))
     cache = LarderCache(model, f"{schedule} > protect(sinks=2, recent=4) > keydiff()", 90)
+    layer = model.model.language_model.layers[0]  # hooked once the model was compared with itself
+    handle = layer.register_forward_pre_hook(lambda layer, args: read.append(args[0].shape[1]))
     model.generate(**inputs_of(LLAVA, PROMPT), past_key_values=cache, max_new_tokens=1, **GREEDY)
     handle.remove()
     ids, ends = PROMPT.ids(LLAVA), torch.tensor(read).cumsum(0).tolist()
