@@ -258,7 +258,7 @@ class Coder(Enum):
     ENTROPY: a range coder with static tables; a block of entries is decoded as a whole.
     WIDTHS: a fixed number of bits per component, 0 to 8; any entry can be decoded alone.
     PLANES: planes of bits, with one of 16 codes for a component of 64 entries; read without
-        arithmetic, in slightly more bits than the range coder takes.
+        arithmetic, in about as many bits as the range coder takes.
     LEVELS: calibrated levels, unevenly spaced; numbers that stand out are kept apart.
     """
 

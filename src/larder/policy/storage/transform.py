@@ -48,7 +48,7 @@ class Transform(ExactEndsStorage):
     Args:
         bits: per number of the coded entries where the budget is full.
         coder: `entropy`, a range coder; `planes` of bits, which attention reads in less time, in
-            slightly more bits; or `widths` for random access.
+            about as many bits; or `widths` for random access.
         sinks: first positions of a text that stay exact, where they are kept.
         recent: latest positions that stay exact, where they are kept.
         tiers: power of the scores by which precision is divided; 0 treats entries alike, as
