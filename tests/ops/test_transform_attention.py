@@ -25,6 +25,7 @@ from larder.ops import (
 )
 from larder.ops import transform_coder as coding
 from larder.ops.cpu import range_coder, transform_attention
+from larder.ops.rope import MOST_TABLE, rotate_by_table
 from larder.ops.symbol_model import symbol_model
 from references import transform as reference
 from transforms import some_tables
@@ -154,6 +155,15 @@ def test_numba_decodes_few_words_as_c(monkeypatch) -> None:
         coding.decoded(few, 70, deviations, 0.1, Coder.ENTROPY), expected, strict=True
     ):
         assert np.array_equal(own, other)
+
+
+@pytest.mark.parametrize("first", [0, 700, MOST_TABLE - 3, -4])
+def test_keys_rotated_by_the_table_equal_rotated_keys(first: int) -> None:
+    vectors, positions = torch.randn(2, 9, 20), torch.arange(first, first + 9)
+    radians = frequencies(16, 10_000.0)
+    expected = rotate(vectors, positions, radians)
+    got = rotate_by_table(vectors, positions, tuple(radians.tolist()))
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_rotation_table_equals_the_function() -> None:

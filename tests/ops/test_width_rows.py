@@ -1,4 +1,4 @@
-"""Single entries of blocks of coded components equal those of whole blocks."""
+"""Entries of blocks of coded components equal those of whole blocks, decoded one by one."""
 
 from __future__ import annotations
 
@@ -22,8 +22,29 @@ def test_rows_are_those_of_whole_blocks(
 ) -> None:
     held, deviations, expected = some_blocks(coder, seed, rare)
     places = np.array(wanted, np.int64)
-    rows = coding.decoded_rows(*held, COUNT, places, deviations, STEP, coder)
-    assert np.array_equal(rows, expected[places])
+    own = COUNT, places, deviations, STEP, coder
+    for read in (expected.shape[1], 2):
+        rows = coding.decoded_rows(*held, *own, read)
+        assert np.array_equal(rows, expected[places, :read])
+
+
+@pytest.mark.parametrize("coder", [Coder.ENTROPY, Coder.PLANES])
+def test_rows_are_the_same_without_the_library(
+    coder: Coder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, deviations, expected = some_blocks(coder, seed=3, rare=True)
+    places = np.array([9, 3, 25, 3], np.int64)
+    monkeypatch.setattr(coding, "c_library", lambda: None)
+    rows = coding.decoded_rows(*held, COUNT, places, deviations, STEP, coder, 4)
+    assert np.array_equal(rows, expected[places, :4])
+
+
+@pytest.mark.parametrize("place", [-1, 4 * COUNT])
+def test_place_in_no_block_is_refused(place: int) -> None:
+    held, deviations, _ = some_blocks(Coder.ENTROPY, seed=3, rare=False)
+    wanted = COUNT, np.array([0, place]), deviations, STEP, Coder.ENTROPY, 4
+    with pytest.raises(IndexError):
+        coding.decoded_rows(*held, *wanted)
 
 
 def some_blocks(

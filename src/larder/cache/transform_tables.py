@@ -24,7 +24,7 @@ from larder.core.errors import CacheError
 from larder.core.spec import LayerSpec
 from larder.ops.cpu.transform_attention import ByteMatrices, bfloat16_pairs, byte_matrices
 from larder.ops.plane_coder import MOST_WIDTH
-from larder.ops.rope import rotate
+from larder.ops.rope import rotate, rotate_by_table
 from larder.ops.symbol_model import classes_of, mean_bits
 
 PARTS = ("forward", "mean", "deviation")
@@ -102,7 +102,7 @@ class TransformTables:
     ) -> Float[Tensor, "N D"]:
         """Rotated keys of components, in float32."""
         plain = components @ self.inverse[KEYS, head] + self.mean[KEYS, head]
-        return rotate(plain[None], positions, self._frequencies)[0]
+        return rotate_by_table(plain[None], positions, self.radians)[0]
 
     def values(self, head: int, components: Float[Tensor, "*N D"]) -> Float[Tensor, "*N D"]:
         """Values of components, or averages of values of averages of components, in float32."""

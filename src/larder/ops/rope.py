@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 FIRST_TABLE = 1024  # positions of a table of rotations
+MOST_TABLE = 1 << 17  # of one that is made to save time alone
 
 _tables: dict[tuple[float, ...], Float[Tensor, "P 2 half"]] = {}
 _tables_lock = Lock()
@@ -98,6 +99,17 @@ def rotation_table(length: int, radians: tuple[float, ...]) -> Float[Tensor, "P 
             positions, frequencies_ = torch.arange(size), torch.tensor(radians, dtype=torch.float32)
             held = _tables[radians] = torch.stack(_rotation(positions, frequencies_), 1)
     return held
+
+
+def rotate_by_table(
+    vectors: Float[Tensor, "K S D"], positions: Int[Tensor, " S"], radians: tuple[float, ...]
+) -> Float[Tensor, "K S D"]:
+    """`rotate` with the rotations of `rotation_table`, where positions are not too large for it."""
+    if not len(positions) or not 0 <= int(positions.min()) <= int(positions.max()) < MOST_TABLE:
+        return rotate(vectors, positions, torch.tensor(radians, dtype=torch.float32))
+    table = rotation_table(int(positions.max()) + 1, radians)
+    cosine, sine = table[positions].unbind(1)
+    return _apply_rotation(vectors, (cosine, sine))
 
 
 def _rotation(positions: Int[Tensor, " S"], radians: Float[Tensor, " half"]) -> Rotation:

@@ -18,6 +18,7 @@ from larder.core.codec import LAST_TIER, Coder
 from larder.core.errors import CacheError
 from larder.ops import plane_coder
 from larder.ops.cpu import range_coder
+from larder.ops.cpu.c_library import c_library
 from larder.ops.symbol_model import (
     CLASSES_PER_OCTAVE,
     EXCEPTION_BITS,
@@ -130,23 +131,36 @@ def decoded_rows(
     deviations: Float[ndarray, "K W"],
     step: float,
     coder: Coder,
-) -> Numbers:
+    read: int,
+) -> Float[ndarray, "N R"]:
     """Dequantized components of some entries of blocks of `count` entries each, as of `decoded`.
 
     Args:
         starts, sizes: of each block in the payload.
         heads: row of `deviations` of each block.
         places: of the entries: entry e of block b is at b * count + e.
+        read: components of each entry, from the first on.
     """
+    if not len(places):
+        return np.empty((0, read), np.float32)
+    library = c_library()
+    if coder is not Coder.WIDTHS and library is not None:
+        from larder.ops.cpu.block_rows import BlockRows  # for recall alone
+
+        own = payload, starts, sizes, heads, count, classes_of(deviations, step)
+        return BlockRows(*own).read(library, places, step, coder, read)
+    wanted, back = np.unique(places // count, return_inverse=True)
+    back = back.reshape(-1) * count + places % count
+    starts, sizes, heads = starts[wanted], sizes[wanted], heads[wanted]
     if coder is Coder.WIDTHS:
         bases = classes_of(deviations, step)
-        return WidthBlocks(payload, starts, sizes, heads, count, bases).rows(places, step)
-    wanted, back = np.unique(places // count, return_inverse=True)
-    parts = [np.empty((0, deviations.shape[1]), np.float32)]
-    for block in wanted.tolist():
-        words = payload[starts[block] : starts[block] + sizes[block]]
-        parts.append(decoded(words, count, deviations[heads[block]], step, coder)[0])
-    return np.concatenate(parts)[back.reshape(-1) * count + places % count]
+        rows = WidthBlocks(payload, starts, sizes, heads, count, bases).rows(back, step)
+        return rows[:, :read]
+    parts = list[Numbers]()
+    for start, size, head in zip(starts, sizes, heads, strict=True):
+        words = payload[start : start + size]
+        parts.append(decoded(words, count, deviations[head], step, coder)[0])
+    return np.concatenate(parts)[back, :read]
 
 
 def _state_bytes(count: int) -> float:

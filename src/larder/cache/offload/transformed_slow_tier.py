@@ -37,6 +37,7 @@ from larder.ops import transform_coder as coding
 from larder.ops.packing import packed_rows, starts_of
 from larder.ops.quantized_attention import KVSide
 
+Blocks = Int64[np.ndarray, " B"]
 PAYLOAD, SIZES, OWNERS, TABLES = "coded.payload", "coded.sizes", "coded.owners", "coded.tables"
 
 
@@ -145,10 +146,9 @@ class TransformedNumbers(CodedNumbers):
     @property
     def owners(self) -> Int64[Tensor, " B"]:
         """Head of each block."""
-        found = torch.empty(len(self.ends), dtype=torch.int64)
-        for head, own in enumerate(self.blocks):
-            found[own] = head
-        return found
+        counts = torch.tensor([len(own) for own in self.blocks])
+        heads = torch.arange(len(counts)).repeat_interleave(counts)
+        return torch.empty_like(heads).index_copy_(0, torch.cat(self.blocks), heads)
 
     def _means_with(self, components: Sequence[Float[Tensor, "N D2"]]) -> ComponentMeans:
         """Means with those of heads that get their first blocks."""
@@ -179,27 +179,22 @@ class TransformedNumbers(CodedNumbers):
         first = int(self.ends[block - 1]) if block else 0
         return self.payload[first : int(self.ends[block])].numpy()
 
-    def _components(
-        self,
-        heads: Int64[Tensor, " M"],
-        blocks: Int64[Tensor, " M"],
-        places: Int64[Tensor, " N"],
-    ) -> Float[Tensor, "N D2"]:
-        """Components of some entries, in float32.
+    def _layout(self) -> tuple[Blocks, Blocks, Blocks]:
+        """First byte, size and head of each block, as the coders read them."""
+        ends = self.ends.numpy()
+        sizes = np.diff(ends, prepend=0)
+        return ends - sizes, sizes, self.owners.numpy()
+
+    def _components(self, places: Int64[Tensor, " N"], read: int) -> Float[Tensor, "N R"]:
+        """Components of some entries without their means, in float32.
 
         Args:
-            heads, blocks: blocks that hold them: head, and index among all.
-            places: entry e of the b-th of these blocks is at b times the size of a block, plus e.
+            places: entry e of block b is at b times the size of a block, plus e.
+            read: components of each entry, from the first on.
         """
-        lasts = self.ends[blocks].numpy()
-        firsts = torch.where(blocks > 0, self.ends[blocks - 1], 0).numpy()
-        words = self.payload.numpy(), firsts, lasts - firsts, heads.numpy()
         deviations = self.tables.deviation.transpose(0, 1).flatten(1).numpy()
-        own = self.spec.block, places.numpy(), deviations, self.step, self.spec.coder
-        found = torch.from_numpy(coding.decoded_rows(*words, *own))
-        if not len(self.means.codes):
-            return found
-        return found + self.means.numbers[heads[places // self.spec.block]]
+        own = self.spec.block, places.numpy(), deviations, self.step, self.spec.coder, read
+        return torch.from_numpy(coding.decoded_rows(self.payload.numpy(), *self._layout(), *own))
 
     def _sides(
         self,
@@ -209,18 +204,22 @@ class TransformedNumbers(CodedNumbers):
         sides: tuple[KVSide, ...],
     ) -> list[Float[Tensor, "N D"]]:
         """Keys, values or both of some entries."""
-        found = [torch.empty(len(heads), self.tables.mean.shape[2]) for _ in sides]
-        is_coded = members < self.coded[heads]
-        for head in heads[~is_coded].unique().tolist():
-            own = ((heads == head) & ~is_coded).nonzero().flatten()
-            rows = members[own] - int(self.coded[head])
-            for into, side in zip(found, sides, strict=True):
-                into[own] = self.waiting[head][side is KVSide.VALUES][rows].float()
-        coded = is_coded.nonzero().flatten()
-        if len(coded):
-            restored = self._restored(heads[coded], members[coded], positions[coded], sides)
-            for into, rows in zip(found, restored, strict=True):
-                into[coded] = rows
+        if bool((heads.diff() < 0).any()):
+            order = heads.argsort(stable=True)
+            found = self._sides(heads[order], members[order], positions[order], sides)
+            return [torch.empty_like(rows).index_copy_(0, order, rows) for rows in found]
+        beyond = members - self.coded[heads]  # of the residual window, where it is not negative
+        waits = beyond >= 0
+        if not bool(waits.any()):
+            return self._restored(heads, members, positions, sides)
+        coded, late = (~waits).nonzero().flatten(), waits.nonzero().flatten()
+        restored = self._restored(heads[coded], members[coded], positions[coded], sides)
+        firsts = starts_of(torch.tensor([len(keys) for keys, _ in self.waiting]))
+        found = list[Tensor]()
+        for rows, side in zip(restored, sides, strict=True):
+            window = torch.cat([pair[side is KVSide.VALUES] for pair in self.waiting]).float()
+            into = rows.new_empty(len(heads), rows.shape[1]).index_copy_(0, coded, rows)
+            found.append(into.index_copy_(0, late, window[firsts[heads[late]] + beyond[late]]))
         return found
 
     def _restored(
@@ -230,22 +229,34 @@ class TransformedNumbers(CodedNumbers):
         positions: Int[Tensor, " N"],
         sides: tuple[KVSide, ...],
     ) -> list[Float[Tensor, "N D"]]:
-        """Keys, values or both of coded entries."""
-        size, stride = self.spec.block, len(self.ends) + 1
-        wanted, back = torch.unique(heads * stride + members // size, return_inverse=True)
-        owners, firsts = wanted // stride, starts_of(self.coded // size)
-        blocks = torch.cat(self.blocks)[firsts[owners] + wanted % stride]
-        rows = self._components(owners, blocks, back * size + members % size)
-        own, other = rows.chunk(2, 1)
-        found = [torch.empty(len(heads), own.shape[1]) for _ in sides]
-        for head in owners.unique().tolist():
-            mine = (heads == head).nonzero().flatten()
+        """Keys, values or both of coded entries in order of heads."""
+        size, dim = self.spec.block, self.tables.mean.shape[2]
+        found = [torch.empty(len(heads), dim) for _ in sides]
+        firsts = starts_of(self.coded // size)
+        places = torch.cat(self.blocks)[firsts[heads] + members // size] * size + members % size
+        rows = self._components(places, dim if sides == (KVSide.KEYS,) else 2 * dim)
+        means, stop = self.means.numbers, 0
+        for head, count in enumerate(torch.bincount(heads, minlength=len(firsts)).tolist()):
+            own = slice(stop, stop := stop + count)
+            numbers = rows[own]
+            if len(means):
+                numbers += means[head, : rows.shape[1]]
             for into, side in zip(found, sides, strict=True):
-                if side is KVSide.KEYS:
-                    into[mine] = self.tables.keys(head, own[mine], positions[mine].long())
-                else:
-                    into[mine] = self.tables.values(head, other[mine])
+                into[own] = self._turned_back(head, numbers, positions[own], side)
         return found
+
+    def _turned_back(
+        self,
+        head: int,
+        components: Float[Tensor, "N _"],
+        positions: Int[Tensor, " N"],
+        side: KVSide,
+    ) -> Float[Tensor, "N D"]:
+        """Keys or values of components of a head."""
+        dim = self.tables.mean.shape[2]
+        if side is KVSide.KEYS:
+            return self.tables.keys(head, components[:, :dim], positions.long())
+        return self.tables.values(head, components[:, dim:])
 
     def _deviations(self, head: int) -> Float[np.ndarray, " D2"]:
         return self.tables.deviation[:, head].flatten().numpy()

@@ -19,7 +19,7 @@ from larder.core.errors import DependencyError
 MODULE = "larder.ops.cpu._c"  # extension by which the installation names the library's file
 TORCH_CPU = ("libtorch_cpu.so", "libtorch_cpu.dylib")
 
-LAYOUT = 6  # of the structs below; raised with `larder_layout` of c/decode_attention.c
+LAYOUT = 7  # of the structs below; raised with `larder_layout` of c/decode_attention.c
 
 POINTER, INTEGER = ctypes.c_void_p, ctypes.c_int64
 
@@ -273,6 +273,13 @@ def _declare(library: ctypes.CDLL) -> None:
     library.larder_sum_rows.argtypes = [ctypes.POINTER(SummingCall)]
     library.larder_sum_rows.restype = INTEGER
     library.larder_transform_attention.argtypes = [POINTER]
+    _declare_range_coder(library)
+    if hasattr(library, "larder_encode_planes"):
+        _declare_planes(library)
+
+
+def _declare_range_coder(library: ctypes.CDLL) -> None:
+    """The same of the range coder, and of entries of blocks of any coder."""
     library.larder_decode_components.argtypes = [
         *[POINTER] * 2,
         *[INTEGER] * 2,
@@ -280,12 +287,11 @@ def _declare(library: ctypes.CDLL) -> None:
         ctypes.c_double,
         *[POINTER] * 2,
     ]
+    library.larder_decode_rows.argtypes = [POINTER]
     library.larder_encode_components.argtypes = [*[POINTER] * 2, *[INTEGER] * 2, *[POINTER] * 3]
     library.larder_encode_components.restype = INTEGER
     library.larder_coded_bits.argtypes = [*[POINTER] * 2, *[INTEGER] * 2, *[POINTER] * 3]
     library.larder_coded_bits.restype = ctypes.c_double
-    if hasattr(library, "larder_encode_planes"):
-        _declare_planes(library)
 
 
 def _declare_planes(library: ctypes.CDLL) -> None:

@@ -435,3 +435,66 @@ int larder_planes_are_whole(int64_t width, int64_t count, const uint8_t *bytes, 
     free(symbols);
     return is_whole;
 }
+
+/* Entries of blocks of `count` entries each that are to be decoded. */
+struct block_rows {
+    struct code_tables tables;
+    const int32_t *bases;          /* class of each component in tier 0 [heads, width] */
+    const int64_t *heads;          /* of each block: row of `bases` */
+    const int64_t *starts, *sizes; /* of each block in the payload, in bytes */
+    const uint8_t *payload;
+    const int64_t *places; /* [rows]: entry e of block b is at b * count + e */
+    float *components;     /* [rows, read] */
+    int64_t width, read;   /* components of an entry, and how many are decoded */
+    int64_t count, blocks, rows, coder;
+    double step;
+};
+
+/* Decode a block into scratch memory. The range coder reads no component behind the last one. */
+static void decode_block_of(const struct block_rows *call, const struct decoding_tables *tables,
+                            int64_t block, const struct transform_scratch *scratch) {
+    const uint8_t *bytes = call->payload + call->starts[block];
+    enum instruction_set set = larder_instruction_set();
+    if (call->coder == BIT_PLANES)
+        decode_planes_forms[set](call->width, call->count, bytes, call->sizes[block], scratch);
+    else
+        decode_forms[set](tables, call->bases + call->heads[block] * call->width, call->read,
+                          call->count, bytes, call->sizes[block], scratch);
+    for (int64_t row = 0; row < call->count; row++)
+        scratch->positions[scratch->order[row]] = (int32_t)row;
+}
+
+/* Dequantized components of some entries: each block with any is decoded once. Returns 1 if memory
+ * is short. */
+int larder_decode_rows(const struct block_rows *call) {
+    enum component_coder coder = (enum component_coder)call->coder;
+    int64_t width = coder == BIT_PLANES ? call->width : (call->read + 1) / 2 * 2;
+    struct transform_scratch scratch;
+    size_t size = lay_out(&scratch, NULL, call->count, width, 1, coder);
+    size_t tables = size + table_bytes(&call->tables);
+    size_t links = (size_t)(call->blocks + call->rows) * sizeof(int64_t);
+    char *memory = aligned_alloc(64, (tables + links + 63) / 64 * 64);
+    if (!memory)
+        return 1;
+    lay_out(&scratch, memory, call->count, width, 1, coder);
+    struct decoding_tables own = with_bytes(&call->tables, memory + size);
+    int64_t *firsts = (int64_t *)(memory + tables), *nexts = firsts + call->blocks;
+    memset(firsts, 0xFF, (size_t)call->blocks * sizeof *firsts);
+    for (int64_t n = call->rows - 1; n >= 0; n--) {
+        nexts[n] = firsts[call->places[n] / call->count];
+        firsts[call->places[n] / call->count] = n;
+    }
+    for (int64_t b = 0; b < call->blocks; b++) {
+        if (firsts[b] >= 0)
+            decode_block_of(call, &own, b, &scratch);
+        for (int64_t n = firsts[b]; n >= 0; n = nexts[n]) {
+            int64_t entry = call->places[n] % call->count;
+            const float *symbols = scratch.symbols + scratch.positions[entry];
+            float scale = (float)(call->step * exp2((double)scratch.tiers[entry]));
+            for (int64_t c = 0; c < call->read; c++)
+                call->components[n * call->read + c] = symbols[c * scratch.room] * scale;
+        }
+    }
+    free(memory);
+    return 0;
+}
