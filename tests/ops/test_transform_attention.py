@@ -15,17 +15,18 @@ from larder.cache import TransformLayer, TransformTables
 from larder.core import LOG_COUNT, CacheError, Coder, LayerSpec, Ledger, Plan, TransformSpec
 from larder.ops import (
     ESCAPE,
+    MOST_TABLE,
     TIER_ROW,
     TOTAL,
     c_library,
     classes_of,
     frequencies,
     rotate,
+    rotate_by_table,
     rotation_table,
 )
 from larder.ops import transform_coder as coding
 from larder.ops.cpu import range_coder, transform_attention
-from larder.ops.rope import MOST_TABLE, rotate_by_table
 from larder.ops.symbol_model import symbol_model
 from references import transform as reference
 from transforms import some_tables

@@ -90,9 +90,11 @@ from .quantized_attention import QuantizedKV as QuantizedKV
 from .removal import plan_removal as plan_removal
 from .removal import reference_remove_rows as reference_remove_rows
 from .removal import remove_rows as remove_rows
+from .rope import MOST_TABLE as MOST_TABLE
 from .rope import frequencies as frequencies
 from .rope import rerotate as rerotate
 from .rope import rotate as rotate
+from .rope import rotate_by_table as rotate_by_table
 from .rope import rotate_per_head as rotate_per_head
 from .rope import rotation_table as rotation_table
 from .search import interleaved as interleaved
