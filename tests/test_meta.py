@@ -75,7 +75,7 @@ def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 def late_constants(source: str) -> list[str]:
     """Constants under the first class or function of a file that need none of its own."""
     body = ast.parse(source).body
-    definitions = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     first = next((n for n, node in enumerate(body) if isinstance(node, definitions)), len(body))
     own = {"vars"} | {node.name for node in body if isinstance(node, definitions)}
     late = list[str]()
