@@ -20,13 +20,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from _timing import environment
 from transform_fidelity import documents
+from transform_step import step_seconds
 
 from larder.cache import SequenceCache
 from larder.core import Mode
@@ -61,20 +61,6 @@ def divergences(text: RecordedText, cache: SequenceCache) -> Iterator[tuple[str,
         full = stepped_logits(text.engine, text.cache.fork(), probe)
         near = stepped_logits(text.engine, cache.fork(), probe)
         yield name, float(kl_divergence(full, near).mean())
-
-
-def step_seconds(
-    engine: Engine, caches: Mapping[str, SequenceCache], ids: Sequence[int]
-) -> dict[str, list[float]]:
-    """CPU seconds of each step by cache, the caches in turn, after two steps each to warm up."""
-    seconds: dict[str, list[float]] = {name: [] for name in caches}
-    for token in ids:
-        for name, cache in caches.items():
-            started = time.process_time()
-            segment = BatchSegment(cache, (token,))
-            engine.loaded.decoder.forward_logits([segment], Mode.APPEND, range(1))
-            seconds[name].append(time.process_time() - started)
-    return {name: own[2:] for name, own in seconds.items()}
 
 
 def measure(

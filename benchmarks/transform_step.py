@@ -17,7 +17,9 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from _timing import environment
@@ -34,6 +36,7 @@ SHARES = {"1/4": 0.25, "1/8": 0.125, "1/16": 0.0625}
 
 
 Key = tuple[str, str]  # policy, and budget
+Name = TypeVar("Name")
 
 
 def caches_of(
@@ -60,17 +63,17 @@ def bits_of(cache: SequenceCache) -> float:
 
 
 def step_seconds(
-    engine: Engine, caches: dict[Key, SequenceCache], ids: tuple[int, ...]
-) -> dict[Key, list[float]]:
-    """CPU seconds of each step by cache, the caches in turn, after one step each to warm up."""
-    seconds: dict[Key, list[float]] = {name: [] for name in caches}
+    engine: Engine, caches: Mapping[Name, SequenceCache], ids: Sequence[int]
+) -> dict[Name, list[float]]:
+    """CPU seconds of each step by cache, the caches in turn, after two steps each to warm up."""
+    seconds: dict[Name, list[float]] = {name: [] for name in caches}
     for token in ids:
         for name, cache in caches.items():
             started = time.process_time()
             segment = BatchSegment(cache, (token,))
             engine.loaded.decoder.forward_logits([segment], Mode.APPEND, range(1))
             seconds[name].append(time.process_time() - started)
-    return {name: own[1:] for name, own in seconds.items()}
+    return {name: own[2:] for name, own in seconds.items()}
 
 
 def main() -> None:
