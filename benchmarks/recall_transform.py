@@ -11,8 +11,7 @@ median CPU time of one, and its ratio to that over the full cache.
     python benchmarks/recall_transform.py --corpus FOLDER --tokens 4096 --texts 6 \\
         --policy "coded=256:whole() > sinks_and_window() > uniform() > park() > dci() > transform()"
 
-Prints a row per document and policy, and appends it to --output. Policies that leave different
-layers out (`dense=`) need runs of their own: scores are recorded for those of the first.
+Prints a row per document and policy, and appends it to --output.
 """
 
 from __future__ import annotations

@@ -30,7 +30,10 @@ SENTENCES = (
     "whole() > expected() > ada() > quantized(bits=4)",
     "whole() > snapkv(kernel=1) > global() > rdkv()",
     "whole() > snapkv() > uniform() > turboquant(bits=4)",
+    "whole() > compactor() > uniform()",
+    "whole() > snapkv() > criticality() > uniform()",
 )
+DENSE = "whole() > sinks_and_window() > uniform() > park() > flat(exact=0, dense={})"
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +70,20 @@ def test_plan_on_a_copy_equals_a_prefill(engine: Engine, text: RecordedText, sen
         assert torch.equal(own.packed_positions(), other.packed_positions())
         assert torch.allclose(own.pack(own.keys), other.pack(other.keys), atol=1e-4)
     assert compared_bytes(held) < compared_full_bytes(text)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(("first", "second"), [(0, 1), (1, 0)])
+def test_policies_with_other_dense_layers_do_not_share_scores(
+    engine: Engine, text: RecordedText, first: int, second: int
+) -> None:
+    text.held(Policy.parse(DENSE.format(first)), 150)
+    policy = Policy.parse(DENSE.format(second))
+    alone = RecordedText(engine, text.ids, text.cache, text.probes, text.logits)
+    held, expected = text.held(policy, 150), alone.held(policy, 150)
+    assert list(text.scores(policy)) == list(range(second, len(held.layers)))
+    for layer in range(len(held.layers)):
+        assert held.entries(layer).lengths == expected.entries(layer).lengths
 
 
 @pytest.mark.extended

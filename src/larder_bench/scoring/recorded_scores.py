@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from larder.cache import SequenceCache
-from larder.core import BadParameter, Entries, LayerScores, Mode, Observation, Plan
+from larder.core import BadParameter, Entries, LayerScores, Mode, ModelSpec, Observation, Plan
 from larder.engine import Engine
 from larder.models import BatchSegment
 from larder.policy import Exact, Planner, Storage
 from larder.prefill import PeakMemoryMeter, PrefillSequence
 from larder.session import (
     Policy,
+    budgeted_layers,
     common_prompts,
     empty_cache,
     entries_per_head,
@@ -109,16 +110,18 @@ class RecordedText:
         logits = {name: forced_logits(engine, cache, probe) for name, probe in probes.items()}
         return RecordedText(engine, ids[:length], cache, probes, logits)
 
-    def scores(self, policy: Policy) -> dict[int, LayerScores]:
-        """Scores of the layers under a policy, by layer index; the text is read again for them."""
-        parts = [policy.scorer, policy.planner.reduction, policy.planner.values]
-        if type(policy.storage).inspect is not Storage.inspect:
-            parts.append(policy.storage)
-        if policy.compensation.required_providers():
-            parts.append(policy.compensation)
-        name = " ".join(map(str, parts))
+    def scores(self, policy: Policy, tokens: int = RECORDING_TOKENS) -> dict[int, LayerScores]:
+        """Scores of the budgeted layers under a policy, by layer index.
+
+        The text is read again for them, once for all policies whose scores are the same.
+
+        Args:
+            tokens: budget per kv head, which some scorers, units and values know.
+        """
+        sized = self._with_recorded_budget(policy, tokens)
+        name = _recorded_parts(sized, self.engine.loaded.decoder.spec)
         if name not in self._scores:
-            self._scores[name] = self._recorded(policy)
+            self._scores[name] = self._recorded(sized)
         return self._scores[name]
 
     def held(self, policy: Policy, tokens: int) -> SequenceCache:
@@ -133,12 +136,12 @@ class RecordedText:
         planner, quotas = planner_with_quotas(self.engine.runtime, sized, entries, length)
         cache = self._copy(sized)
         protecting, ready = replace(planner, storage=Exact()), dict[int, LayerScores]()
-        for layer, scored in self.scores(policy).items():
+        for layer, scored in self.scores(policy, tokens).items():
             observation = Observation(
                 spec.layers[layer],
                 cache.entries(layer),
-                torch.empty(0),
-                torch.empty(0),
+                torch.empty(0, 0, 0),
+                torch.empty(0, dtype=torch.long),
                 length,
                 (0, 0),
             )
@@ -165,8 +168,15 @@ class RecordedText:
         cache.advance(len(self.ids))
         return cache
 
-    def _recorded(self, policy: Policy) -> dict[int, LayerScores]:
-        sized = policy.with_sizes(RECORDING_TOKENS, None)
+    def _with_recorded_budget(self, policy: Policy, tokens: int) -> Policy:
+        """Policy at the budget to record scores at: its own only where they depend on it."""
+        usual = policy.with_sizes(RECORDING_TOKENS, None)
+        size = min(tokens, len(self.ids) - 1)  # a text that fits its budget is not scored
+        own = policy.with_sizes(size, None)
+        same = (own.scorer, own.unit) == (usual.scorer, usual.unit)
+        return usual if same and not policy.values.selects else own
+
+    def _recorded(self, sized: Policy) -> dict[int, LayerScores]:
         reader = prefill_reader(self.engine.runtime, sized, len(self.ids), PeakMemoryMeter())
         planner = RecordingPlanner.of(reader.planner)
         cache = empty_cache(sized, self.engine.loaded.decoder.spec)
@@ -177,6 +187,20 @@ class RecordedText:
         for _ in steps:
             pass
         return planner.recorded
+
+
+def _recorded_parts(sized: Policy, spec: ModelSpec) -> str:
+    """Spelling of what recorded scores depend on; policies that spell it alike share them."""
+    layers = [layer.index for layer in budgeted_layers(sized, spec)]
+    scoring = [sized.scorer, sized.planner.reduction, sized.values, sized.unit]
+    parts = [layers, sized.schedule, *scoring]
+    if sized.values.selects:
+        parts += [sized.protect, sized.budget]
+    if type(sized.storage).inspect is not Storage.inspect:
+        parts.append(sized.storage)
+    if sized.compensation.required_providers():
+        parts.append(sized.compensation)
+    return " ".join(map(str, parts))
 
 
 def compared_bytes(cache: SequenceCache) -> int:
