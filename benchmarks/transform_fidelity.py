@@ -51,7 +51,7 @@ POLICIES = {
     "larder, bits=2.5": f"{KVZIP} > transform(bits=2.5)",
     "larder, bits=4": f"{KVZIP} > transform(bits=4)",
     "larder, tiers=0": f"{KVZIP} > transform(tiers=0)",
-    "larder, planes": f'{KVZIP} > transform(coder="planes")',
+    "larder, range coder": f'{KVZIP} > transform(coder="entropy")',
     "larder, widths": f'{KVZIP} > transform(coder="widths")',
     "expected > transform": f"{EXPECTED} > transform()",
     "rdkv": "whole() > snapkv(kernel=1) > global() > rdkv()",

@@ -11,7 +11,7 @@ Storage in LLM Inference" (2025), arXiv:2511.01815, codes caches at rest so; her
 attended to as they are coded. Entries of four times the median's score have half the step; of
 scores that are logarithms (kvzap), those that lie log 4 above it. Other scores that may be negative
 (locret, keydiff) have no ratios, so one negative score in any layer gives all entries of all layers
-one step. An entropy coder with static tables, bit planes or fixed widths hold the symbols.
+one step. Bit planes, a range coder with static tables or fixed widths hold the symbols.
 
 Under a budget this spends the bytes that it saves: as many more entries are kept as fit at `bits`
 per number, and the step is the smallest one whose bytes fit the budget.
@@ -47,8 +47,8 @@ class Transform(ExactEndsStorage):
 
     Args:
         bits: per number of the coded entries where the budget is full.
-        coder: `entropy`, a range coder; `planes` of bits, which attention reads in less time, in
-            about as many bits; or `widths` for random access.
+        coder: `planes` of bits; `entropy`, a range coder, which takes some bits less and which
+            attention reads in more time; or `widths` for random access.
         sinks: first positions of a text that stay exact, where they are kept.
         recent: latest positions that stay exact, where they are kept.
         tiers: power of the scores by which precision is divided; 0 treats entries alike, as
@@ -61,7 +61,7 @@ class Transform(ExactEndsStorage):
     """
 
     bits: float = 2.5
-    coder: Coder = Coder.ENTROPY
+    coder: Coder = Coder.PLANES
     sinks: int = 1
     recent: int = 1
     tiers: float = 1.0
