@@ -30,9 +30,7 @@ SEQUENCE_CHANGES = (
 def bytes_of(layer: CacheLayer) -> int:
     """Bytes of the tensors of a layer, and of its pages of an arena."""
     lease = layer.page_lease
-    return storage_bytes(layer.tensors()) + (
-        lease.num_pages * lease.pool.page_bytes if lease else 0
-    )
+    return storage_bytes(layer.tensors()) + (lease.num_pages * lease.page_bytes if lease else 0)
 
 
 def assert_counted(layer: CacheLayer) -> None:

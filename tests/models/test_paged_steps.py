@@ -124,7 +124,12 @@ def test_paged_sequence_is_independent_of_the_batch(decoder_over, form) -> None:
             torch.testing.assert_close(sides[0].keys, sides[1].keys, atol=1e-5, rtol=0)
 
 
-POLICIES = {"full": ("full", None), "window": ("streaming_llm", 48), "keydiff": ("keydiff", 48)}
+POLICIES = {
+    "full": ("full", None),
+    "window": ("streaming_llm", 48),
+    "keydiff": ("keydiff", 48),
+    **{name: (name, 48) for name in ("h2o", "d2o", "tova", "roco", "cam")},
+}
 TEXT = "The harbour master keeps a green ledger in the east tower. " * 6
 
 

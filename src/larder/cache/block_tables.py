@@ -30,11 +30,13 @@ class LayerStep(NamedTuple):
 
     Args:
         slots: row of the pages that each new entry is written to.
+        biases: added to the logits of the entries; None for none.
     """
 
     pages: LayerPages
     slots: Int64[Tensor, " S"]
     tables: SegmentTables
+    biases: Float[Tensor, "N P"] | None = None
 
     def attend(
         self,
@@ -58,7 +60,8 @@ class LayerStep(NamedTuple):
             self.tables,
             layer.scaling,
             pages.backend,
-            softcap=layer.softcap,
+            self.biases,
+            layer.softcap,
         )
         shape = batch_len, len(queries)
         heads = out.reshape(*shape, -1).transpose(0, 1)
@@ -72,19 +75,24 @@ class BlockTables:
 
     Args:
         positions: true positions in the pages of all layers.
+        columns: ledger columns in the pages of all layers.
         pages: pages of each layer.
         width: most pages of a kv head.
+        is_biased: whether attention adds the column with biases, if there is one.
     """
 
     def __init__(
         self,
         positions: Int32[Tensor, "L N P"],
+        columns: Float[Tensor, "n L N P"],
         pages: Sequence[LayerPages],
         batch_len: int,
         width: int,
+        is_biased: bool,
     ) -> None:
         self.batch_len, self.width = batch_len, width
         self._all_positions, device = positions, positions.device
+        self._all_columns = columns.flatten(1)
         self._heads = [store.layer.kv_heads for store in pages]
         sizes = [batch_len * heads for heads in self._heads]
         total, rows = sum(sizes), positions[0].numel()
@@ -100,7 +108,7 @@ class BlockTables:
         self._seen: list[int] = []
         self._next: list[int] = []
         self.layers = {
-            store.layer.index: _layer_step(store, slots, table, lengths)
+            store.layer.index: _layer_step(store, slots, table, lengths, is_biased)
             for store, slots, table, lengths in zip(
                 pages,
                 self._slots.split(sizes),
@@ -111,7 +119,7 @@ class BlockTables:
         }
 
     def update(self, leases: Sequence[Sequence[PageLease]], positions: Sequence[int]) -> None:
-        """Set the tables, and write the positions of the new entries.
+        """Set the tables, and write the positions of the new entries, and zeros in their columns.
 
         Args:
             leases: of each sequence, one per layer; pages for another entry are reserved.
@@ -139,7 +147,10 @@ class BlockTables:
             for array in (self._lengths, self._positions, self._slots):
                 array.add_(self._growth)
         self._seen, self._next = seen, list(positions)
-        self._all_positions.view(-1).index_copy_(0, self._slots + self._firsts, self._positions)
+        rows = self._slots + self._firsts
+        self._all_positions.view(-1).index_copy_(0, rows, self._positions)
+        if len(self._all_columns):
+            self._all_columns.index_fill_(1, rows, 0.0)
 
 
 class HostTables:
@@ -193,8 +204,11 @@ def reserve_step(leases: Sequence[Sequence[PageLease]]) -> None:
                 lease.reserve(1)
 
 
-def _layer_step(pages: LayerPages, slots: Tensor, table: Tensor, lengths: Tensor) -> LayerStep:
+def _layer_step(
+    pages: LayerPages, slots: Tensor, table: Tensor, lengths: Tensor, is_biased: bool
+) -> LayerStep:
     """Tables of one layer as views, with offsets that never change."""
     ahead = torch.arange(len(slots) + 1, dtype=torch.int32, device=table.device)
     room = table.shape[1] * pages.page_tokens
-    return LayerStep(pages, slots, SegmentTables(table, lengths, ahead, ahead * room))
+    tables = SegmentTables(table, lengths, ahead, ahead * room)
+    return LayerStep(pages, slots, tables, pages.biases if is_biased else None)

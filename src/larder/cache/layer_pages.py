@@ -9,7 +9,7 @@ Not thread-safe.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 from weakref import finalize
 
@@ -20,12 +20,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from larder.core.errors import CacheError
+from larder.core.ledger import LOG_COUNT
 from larder.core.spec import POSITION_BYTES, LayerSpec
 from larder.ops.packing import copy_to_device
 from larder.ops.paged_attention import AttentionBackend
 from larder.ops.pages import SegmentTables, append_rows, append_step, compact_pages, gather_pages
 
 NULL_PAGE = 0
+COLUMN_BYTES = 4  # float32
 CHANGE, SERIAL_BITS = 1 << 12, 64  # how marks of leases grow, and where their serials begin
 IntArray = NDArray[np.int64]
 
@@ -36,6 +38,10 @@ class LayerPages:
     Args:
         positions: storage of the true positions of all entries, the null page among them.
         backend: attention over the pages.
+
+    Attributes:
+        columns: storage of ledger columns, as the arena's `column_names`; 0 for a new entry.
+        page_bytes: bytes of a page, without columns.
     """
 
     def __init__(
@@ -48,6 +54,8 @@ class LayerPages:
         (num_pages, page_tokens), device = positions.shape, positions.device
         self.layer, self.page_tokens, self.backend = layer, page_tokens, backend
         self.positions = positions
+        self.columns = torch.zeros(0, num_pages, page_tokens, device=device)
+        self.column_names: tuple[str, ...] = ()
         shape = num_pages, page_tokens, layer.head_dim
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros_like(self.keys)
@@ -119,13 +127,31 @@ class LayerPages:
         """Copy the entries of a page."""
         for stored in (self.keys, self.values, self.positions):
             stored[target] = stored[source]
+        self.columns[:, target] = self.columns[:, source]
+
+    def column(self, name: str) -> Float[Tensor, "N P"]:
+        """Numbers of a ledger column that the arena holds, as a view."""
+        return self.columns[self.column_names.index(name)]
+
+    @property
+    def biases(self) -> Float[Tensor, "N P"] | None:
+        """Column that attention adds to logits; None where no policy has it."""
+        return self.column(LOG_COUNT) if LOG_COUNT in self.column_names else None
 
     def append(
         self, slots: Int64[Tensor, " M"], keys: Float[Tensor, "M D"], values: Float[Tensor, "M D"]
     ) -> None:
-        """Write keys and values of new entries into rows of the pool."""
-        append_rows(self.keys, slots, keys)
-        append_rows(self.values, slots, values)
+        """Write keys and values of new entries into rows of the pool, and zeros in all columns."""
+        self.write(slots, keys, values)
+        if len(self.columns):
+            self.columns.flatten(1, 2).index_fill_(1, slots, 0.0)
+
+    def write(
+        self, rows: Int64[Tensor, " M"], keys: Float[Tensor, "M D"], values: Float[Tensor, "M D"]
+    ) -> None:
+        """Replace keys and values of some rows of the pool."""
+        append_rows(self.keys, rows, keys)
+        append_rows(self.values, rows, values)
 
     def append_step(
         self,
@@ -140,6 +166,9 @@ class LayerPages:
 class PageLease:
     """Pages of the kv heads of one layer of one sequence.
 
+    Args:
+        column_names: ledger columns of the sequence, which the pool holds.
+
     Attributes:
         table: pages of each head [K, W], on the host; the null page behind the last one.
         num_pages: pages of all heads.
@@ -147,9 +176,11 @@ class PageLease:
             row behind the latest one of each head, and by more with any other change.
     """
 
-    def __init__(self, pool: LayerPages) -> None:
+    def __init__(self, pool: LayerPages, column_names: Sequence[str] = ()) -> None:
         heads = pool.layer.kv_heads
         self.pool, self.mark = pool, next(pool.serials) << SERIAL_BITS
+        self.column_names = tuple(column_names)
+        self._may_share = False  # whether other leases may hold a page
         self._room = 0  # entries that surely fit each head, in pages of its own
         self._page_room = 0  # entries until a head begins another page
         self._lengths: IntArray = np.zeros(heads, np.int64)
@@ -179,6 +210,17 @@ class PageLease:
     def pages(self) -> list[int]:
         """Pages of all heads, head by head."""
         return [page for own in self._pages for page in own]
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page, with the columns of the sequence."""
+        per_entry = COLUMN_BYTES * len(self.column_names)
+        return self.pool.page_bytes + per_entry * self.pool.page_tokens
+
+    @property
+    def has_biases(self) -> bool:
+        """True if the sequence has a column that attention adds to logits."""
+        return LOG_COUNT in self.column_names
 
     @property
     def shared_pages(self) -> int:
@@ -261,9 +303,20 @@ class PageLease:
             self._replace(head, number, page)
         self._changed()
 
+    def own_pages(self) -> None:
+        """Copy the pages that other leases hold too, so that numbers of all entries may change.
+
+        Raises:
+            CacheError: the pool has too few for their copies; nothing has changed.
+        """
+        if self._may_share:
+            self._own_first([len(pages) for pages in self._pages])
+            self._may_share = False
+
     def fork(self) -> PageLease:
         """Lease of the same entries; pages are copied when one of both writes into them."""
-        copy = PageLease(self.pool)
+        copy = PageLease(self.pool, self.column_names)
+        copy._may_share = self._may_share = True
         for copied, pages in zip(copy._pages, self._pages, strict=True):
             copied += pages
             self.pool.share(pages)
@@ -290,6 +343,30 @@ class PageLease:
         positions = gather_pages(pool.positions.unsqueeze(2), *layout).squeeze(1)
         return gather_pages(pool.keys, *layout), gather_pages(pool.values, *layout), positions
 
+    def gather_columns(self) -> Float[Tensor, "n T"]:
+        """Copies of the columns of all heads, end to end."""
+        total = int(self.lengths.sum())
+        found = self.pool.keys.new_zeros(len(self.column_names), total, dtype=torch.float32)
+        if len(found):
+            rows = copy_to_device(self.packed_rows(), found.device)
+            for own, name in zip(found, self.column_names, strict=True):
+                own.copy_(self.pool.column(name).flatten()[rows])
+        return found
+
+    def write_columns(self, columns: Mapping[str, Float[Tensor, " T"]]) -> None:
+        """Replace columns, given one number per entry, head by head.
+
+        Raises:
+            CacheError: see `own_pages`.
+        """
+        if not columns:
+            return
+        self.own_pages()
+        rows = copy_to_device(self.packed_rows(), self.pool.keys.device)
+        for name, numbers in columns.items():
+            held = self.pool.column(name).view(-1)
+            held.index_copy_(0, rows, numbers.to(held))
+
     def compact(self, kept: Int64[Tensor, " T"], lengths: Sequence[int]) -> None:
         """Keep some entries, in order, and release the pages behind them.
 
@@ -313,9 +390,11 @@ class PageLease:
         table = copy_to_device(self.table, device)
         layout = table, table, padded.view(heads, widest)
         limits = copy_to_device(counts.astype(np.int32), device)
-        for stored in (self.pool.keys, self.pool.values, self.pool.positions.unsqueeze(2)):
+        numbers = self.pool.positions, *map(self.pool.column, self.column_names)
+        for stored in (self.pool.keys, self.pool.values, *(own.unsqueeze(2) for own in numbers)):
             compact_pages(stored, *layout, limits)
         self.set_lengths(lengths)
+        self._may_share = False
 
     def _written_pages(self, head: int) -> range:
         """Numbers of the present pages of a head that the next entry is written into, or later."""
@@ -346,6 +425,15 @@ class PageLease:
         size = self.pool.page_tokens
         self._page_room = int((size - self.lengths % size).min())
         self.mark += CHANGE
+
+
+def has_biases(leases: Iterable[Sequence[PageLease]]) -> bool:
+    """True if a sequence has a column that attention adds to logits.
+
+    Args:
+        leases: of each sequence, one per layer.
+    """
+    return any(own[0].has_biases for own in leases)
 
 
 def _release_all(pool: LayerPages, pages: list[list[int]]) -> None:

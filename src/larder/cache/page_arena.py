@@ -1,6 +1,7 @@
-"""Page allocator: keys and values of all sequences of a model, in pages per layer (the arena).
+"""Page allocator: entries of all sequences of a model, in pages per layer (the arena).
 
-Addresses stay valid in a captured graph until the arena grows. Not thread-safe.
+Keys, values, positions and ledger columns of an entry are in the same row of a page. Addresses stay
+valid in a captured graph until the arena grows. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from weakref import WeakMethod
 import torch
 
 from larder.cache.block_tables import BlockTables, reserve_step
-from larder.cache.layer_pages import LayerPages, PageLease
+from larder.cache.layer_pages import LayerPages, PageLease, has_biases
 from larder.core.errors import CacheError
 from larder.core.spec import LayerSpec, ModelSpec
 from larder.ops.paged_attention import PAGE_TOKENS, AttentionBackend, choose_backend
@@ -30,6 +31,7 @@ class PageArena:
 
     Attributes:
         num_moves: how often pages may have moved to other memory, where graphs do not follow.
+        column_names: ledger columns that pages hold, in the order of `columns`.
 
     Raises:
         CacheError: `num_pages` or `page_tokens` is below 1.
@@ -52,11 +54,14 @@ class PageArena:
         self._max_pages = max(num_pages, max_pages or 0)
         shape = len(layers), num_pages + 1, page_tokens
         self.positions = torch.zeros(shape, dtype=torch.int32, device=spec.device)
+        self.columns = torch.zeros(0, *shape, device=spec.device)
+        self.column_names: tuple[str, ...] = ()
         self.pages: dict[int, LayerPages] = {}
         for layer, positions in zip(layers, self.positions, strict=True):
             own = backend or choose_backend(spec.device, spec.dtype, layer.head_dim, page_tokens)
             self.pages[layer.index] = LayerPages(layer, spec.dtype, positions, own)
-        self._steps: dict[int, BlockTables] = {}
+        self._share_planes()
+        self._steps: dict[tuple[int, bool], BlockTables] = {}
         self.num_moves = 0
         if self._max_pages > num_pages:
             grow = WeakMethod(self._grow)  # an arena in a cycle would be freed late
@@ -66,24 +71,47 @@ class PageArena:
     @property
     def nbytes(self) -> int:
         """Bytes of the pages of all layers."""
-        return sum(pages.num_pages * pages.page_bytes for pages in self.pages.values())
+        exact = sum(pages.num_pages * pages.page_bytes for pages in self.pages.values())
+        return exact + self.columns.nbytes
 
     @property
     def page_tokens(self) -> int:
         """P, entries of a page."""
         return self.positions.shape[2]
 
-    def block_tables(self, batch_len: int, width: int) -> BlockTables:
+    def hold_columns(self, names: Sequence[str]) -> None:
+        """Hold ledger columns of these names: a plane of float32 beside the positions for each.
+
+        They stay for as long as the arena. Where one is new, tables of steps, and graphs that were
+        captured with them, are not valid afterwards.
+        """
+        missing = [name for name in names if name not in self.column_names]
+        if not missing:
+            return
+        fresh = self.columns.new_zeros(len(missing), *self.columns.shape[1:])
+        self.columns = torch.cat([self.columns, fresh])
+        self.column_names += tuple(missing)
+        self.num_moves += 1
+        self._share_planes()
+        self._steps.clear()
+
+    def block_tables(self, batch_len: int, width: int, is_biased: bool = False) -> BlockTables:
         """Tables of steps of `batch_len` sequences, the same ones until they get too narrow.
 
         Args:
             width: most pages of a kv head.
+            is_biased: whether attention adds the column with biases, if there is one.
         """
-        held = self._steps.get(batch_len)
+        held = self._steps.get((batch_len, is_biased))
         if held is None or held.width < width:
-            held = BlockTables(self.positions, list(self.pages.values()), batch_len, 2 * width)
-            self._steps[batch_len] = held
+            held = self.new_tables(batch_len, 2 * width, is_biased)
+            self._steps[batch_len, is_biased] = held
         return held
+
+    def new_tables(self, batch_len: int, width: int, is_biased: bool = False) -> BlockTables:
+        """Tables of steps that no other caller has; see `block_tables`."""
+        planes = self.positions, self.columns
+        return BlockTables(*planes, list(self.pages.values()), batch_len, width, is_biased)
 
     def prepare_step(
         self, leases: Sequence[Sequence[PageLease]], positions: Sequence[int]
@@ -99,7 +127,7 @@ class PageArena:
         """
         reserve_step(leases)
         width = max(lease.table.shape[1] for own in leases for lease in own)
-        tables = self.block_tables(len(leases), width)
+        tables = self.block_tables(len(leases), width, has_biases(leases))
         tables.update(leases, positions)
         return tables
 
@@ -114,23 +142,30 @@ class PageArena:
             return
         self.num_moves += 1
         try:
-            self._move_positions(wanted)
+            self._move_planes(wanted)
             for store in self.pages.values():
                 store.grow(wanted)
         except torch.OutOfMemoryError:  # layers that have not grown keep what they had
             return
 
-    def _move_positions(self, num_pages: int) -> None:
-        """Move positions into new memory of at least as many pages."""
+    def _move_planes(self, num_pages: int) -> None:
+        """Move positions and columns into new memory of at least as many pages."""
         layers, held, page_tokens = self.positions.shape
         if held >= num_pages:
             return
-        positions = self.positions.new_zeros(layers, num_pages, page_tokens)
-        positions[:, :held] = self.positions
-        for store, view in zip(self.pages.values(), positions, strict=True):
-            store.positions = view
-        self.positions = positions
+        shape = layers, num_pages, page_tokens
+        positions = self.positions.new_zeros(shape)
+        columns = self.columns.new_zeros(len(self.columns), *shape)
+        positions[:, :held], columns[:, :, :held] = self.positions, self.columns
+        self.positions, self.columns = positions, columns
+        self._share_planes()
         self._steps.clear()
+
+    def _share_planes(self) -> None:
+        """Give every layer its part of positions and columns."""
+        for index, store in enumerate(self.pages.values()):
+            store.positions, store.columns = self.positions[index], self.columns[:, index]
+            store.column_names = self.column_names
 
 
 def _call(grow: WeakMethod[Callable[[int], None]], missing: int) -> None:

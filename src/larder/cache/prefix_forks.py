@@ -66,7 +66,7 @@ def held_nbytes(caches: Iterable[SequenceCache]) -> int:
     others = 0
     for cache in caches:
         for lease in cache.page_leases():
-            held |= {(id(lease.pool), page): lease.pool.page_bytes for page in lease.pages}
+            held |= {(id(lease.pool), page): lease.page_bytes for page in lease.pages}
         others += cache.fixed_nbytes
         for tensor in (tensor for each in cache.layers for tensor in each.tensors()):
             storage = tensor.untyped_storage()

@@ -224,8 +224,6 @@ def create_layer(layer: LayerSpec, model: ModelSpec, spec: CacheSpec) -> CacheLa
 
 
 def _can_page(layer: LayerSpec, spec: CacheSpec) -> bool:
-    """True if a plain layer needs nothing beside keys, values and positions."""
-    ledger = spec.ledger
-    has_columns = ledger.columns or ledger.scalars
+    """True if a plain layer needs nothing beside keys, values, positions and a ledger."""
     is_coded = spec.codecs or spec.transform is not None or spec.residual is not None
-    return not (has_columns or is_coded or layer.latent_rank)
+    return not (is_coded or layer.latent_rank)

@@ -134,11 +134,8 @@ def describe_steps(decoder: Decoder, cache: SequenceCache) -> str:
 
 def _reason(cache: SequenceCache) -> str:
     """Reason why no layer of a cache is in pages."""
-    spec = cache.cache_spec
-    if not (spec.ledger.columns or spec.ledger.scalars):
-        return f"its {spec.form} cache holds more than keys, values and positions in one precision"
-    columns = ", ".join((*spec.ledger.columns, *spec.ledger.scalars))
-    return f"the policy keeps numbers of each entry ({columns}), which pages do not hold"
+    form = cache.cache_spec.form
+    return f"its {form} cache holds more than keys, values and numbers in one precision"
 
 
 def _is_step(segment: BatchSegment) -> bool:

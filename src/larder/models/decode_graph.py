@@ -17,7 +17,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from larder.cache.block_tables import BlockTables, reserve_step
-from larder.cache.layer_pages import PageLease
+from larder.cache.layer_pages import PageLease, has_biases
 from larder.cache.page_arena import PageArena
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import CacheError, LarderError, ModelError
@@ -186,7 +186,7 @@ class DecodeGraphs:
             )
         self._decoder, self._arena, self._capture = decoder, arena, capture
         self._width, self._sizes = width, tuple(batch_sizes)
-        self._buckets: dict[tuple[int, int, bool], _Bucket] = {}
+        self._buckets: dict[tuple[int, int, bool, bool], _Bucket] = {}
         self._num_moves = arena.num_moves  # when the graphs were captured
 
     @torch.no_grad()
@@ -264,7 +264,7 @@ class DecodeGraphs:
         if cache.spec.arena is not self._arena or len(leases) != len(self._arena.pages):
             raise CacheError(
                 "A cache has entries outside the pages of the arena that graphs were captured for: "
-                "make it after Decoder.use_pages(), without columns or codecs, or make other "
+                "make it after Decoder.use_pages(), without codecs, or make other "
                 "DecodeGraphs after another use_pages()."
             )
         return leases
@@ -283,9 +283,9 @@ class DecodeGraphs:
         if self._num_moves != arena.num_moves:  # the arena has grown into other memory
             self._buckets.clear()
             self._num_moves = arena.num_moves
-        key = size, width, is_observed
+        key = size, width, is_observed, has_biases(leases)
         if key not in self._buckets:
-            tables = BlockTables(arena.positions, list(arena.pages.values()), size, width)
+            tables = arena.new_tables(size, width, key[-1])
             device, spec = arena.positions.device, self._decoder.spec
             ids, positions = torch.zeros(2, 1, size, dtype=torch.int64, device=device)
             seen = ObservedStep(spec, size) if is_observed else None

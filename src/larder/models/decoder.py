@@ -111,7 +111,7 @@ class Decoder:
         """Hold the entries of caches that are made from now on in pages of an arena.
 
         Decode steps of several sequences are then one attention call per layer, on any device.
-        Caches with columns or codecs, and layers with a window, stay as they are.
+        Caches with codecs, and layers with a window, stay as they are.
 
         Args:
             arena: None for storage of each cache's own.

@@ -1,28 +1,34 @@
 """Paged layer: entries in pages of an arena that all sequences of a model share.
 
 For accelerators: attention of all sequences is one call per layer over page tables. Made in place
-of dense and ragged layers of a model whose spec has an arena (`Decoder.use_pages`), where a policy
-keeps no columns; heads may have lengths of their own. A fork shares pages, copied on write.
+of dense and ragged layers of a model whose spec has an arena (`Decoder.use_pages`); heads may have
+lengths of their own. Ledger columns are in the same pages. A fork shares pages, copied on write: at
+its first token, or when a column is written, which is one number of every entry.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
+from larder.cache.entry_columns import EntryColumns, check_columns
 from larder.cache.forms.base import AttentionCall, AttentionState, CacheLayer
 from larder.cache.forms.dense import DenseLayer
 from larder.cache.forms.ragged import RaggedLayer
 from larder.cache.layer_pages import IntArray, LayerPages, PageLease
+from larder.cache.memory_usage import storage_bytes
 from larder.cache.merged_entries import merge_entries
 from larder.cache.new_tokens import NewTokens
 from larder.cache.page_arena import PageArena
 from larder.cache.spec import CacheSpec
 from larder.cache.validation import check_counts, check_dtypes, check_kept, check_single_precision
 from larder.core.errors import CacheError
+from larder.core.ledger import Ledger
 from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.spec import LayerSpec, ModelSpec
@@ -41,13 +47,16 @@ class PagedLayer(CacheLayer):
     with and without an arena. Bytes are those of whole pages, shared ones included.
     """
 
-    supports = frozenset[str]()
+    supports = frozenset({"ledger"})
     has_public_name = False
 
-    def __init__(self, pool: LayerPages, plain: type[CacheLayer]) -> None:
+    def __init__(self, pool: LayerPages, plain: type[CacheLayer], ledger: Ledger) -> None:
         super().__init__(pool.layer)
-        self._lease, self._plain = PageLease(pool), plain
+        self._lease, self._plain = PageLease(pool, ledger.columns), plain
+        # Scalars of the ledger; its columns are in the pages.
+        self._numbers = EntryColumns(ledger, pool.layer.kv_heads, pool.keys.device)
         self._counted_pages = 0
+        self._count()
 
     @classmethod
     def create(cls, layer: LayerSpec, model: ModelSpec, spec: CacheSpec) -> PagedLayer:
@@ -57,7 +66,9 @@ class PagedLayer(CacheLayer):
                 "The model's spec has no arena of pages: call Decoder.use_pages() before a cache "
                 "is made, or use a dense or ragged cache."
             )
-        return cls(arena.pages[layer.index], RaggedLayer if spec.form == "ragged" else DenseLayer)
+        arena.hold_columns(spec.ledger.columns)
+        plain = RaggedLayer if spec.form == "ragged" else DenseLayer
+        return cls(arena.pages[layer.index], plain, spec.ledger)
 
     @property
     def page_lease(self) -> PageLease:
@@ -89,19 +100,37 @@ class PagedLayer(CacheLayer):
     def evict(self, plan: Plan) -> None:
         check_single_precision(plan)
         check_counts(plan, self.layer.kv_heads)
-        if plan.columns or plan.scalars:
-            raise CacheError(
-                "A paged cache has no columns, but the plan writes them: make the cache before "
-                "Decoder.use_pages() is called."
-            )
+        check_columns(plan.columns, self.ledger, len(plan.kept))
+        self._numbers.check_scalars(plan.scalars)
         merged = merge_entries(plan, self.entries()) if len(plan.folds) else None
         self._lease.compact(plan.kept, plan.lengths)
         if merged is not None:
             pool, device = self._lease.pool, self._lease.pool.keys.device
             rows = copy_to_device(self._lease.packed_rows(), device)
             rows = rows[search_sorted(merged.targets.to(device), plan.kept.to(device))]
-            pool.append(rows, merged.keys.to(pool.keys.dtype), merged.values.to(pool.keys.dtype))
+            pool.write(rows, merged.keys.to(pool.keys.dtype), merged.values.to(pool.keys.dtype))
+        self._lease.write_columns(plan.columns)
+        self._numbers.write_scalars(plan.scalars)
         self._count()
+
+    def write_columns(self, columns: Mapping[str, Float[Tensor, " T"]]) -> None:
+        """Replace ledger columns, given one number per packed entry.
+
+        Raises:
+            CacheError: the layer has no such column, or pages that forks share cannot be copied;
+                nothing is written.
+        """
+        check_columns(columns, self.ledger, sum(self.lengths))
+        self._lease.write_columns(columns)
+        self._count()
+
+    @property
+    def ledger(self) -> Ledger:
+        """Ledger, in the order of the columns."""
+        return self._numbers.ledger
+
+    def ledger_scalars(self) -> Mapping[str, Float[Tensor, " K"]]:
+        return self._numbers.scalars_by_name
 
     def allocate(self, room: int) -> None:
         self._lease.reserve(room)
@@ -120,23 +149,27 @@ class PagedLayer(CacheLayer):
         """Copies of all entries, end to end."""
         lengths = self._lease.lengths
         starts = tuple((lengths.cumsum() - lengths).tolist())
-        return Entries(*self._lease.gather(), starts, self.lengths)
+        columns = dict(zip(self.ledger.columns, self._lease.gather_columns(), strict=True))
+        numbers = columns, self._numbers.scalars_by_name
+        return Entries(*self._lease.gather(), starts, self.lengths, *numbers)
 
     @property
     def entries_copy_bytes(self) -> int:
-        return sum(self.lengths) * self._lease.pool.page_bytes // self._lease.pool.page_tokens
+        return sum(self.lengths) * self._lease.page_bytes // self._lease.pool.page_tokens
 
     @property
     def idle_nbytes(self) -> int:
-        return self.entries_copy_bytes + LENGTH_BYTES * self.layer.kv_heads
+        lengths = LENGTH_BYTES * self.layer.kv_heads
+        return self.entries_copy_bytes + lengths + storage_bytes(self.own_tensors())
 
     @property
     def shared_nbytes(self) -> int:
-        return self._lease.shared_pages * self._lease.pool.page_bytes
+        return self._lease.shared_pages * self._lease.page_bytes
 
     def fork(self) -> PagedLayer:
-        copy = PagedLayer(self._lease.pool, self._plain)
+        copy = PagedLayer(self._lease.pool, self._plain, self.ledger)
         copy._lease = self._lease.fork()
+        copy._numbers = self._numbers.beside(self._numbers.values)
         copy._count()
         return copy
 
@@ -151,7 +184,9 @@ class PagedLayer(CacheLayer):
             sides["values"] = values.unflatten(0, (heads, -1))
             return {**sides, "positions": positions[: self.lengths[0]].clone()}
         lengths = torch.from_numpy(self._lease.lengths.copy())
-        return {"keys": keys, "values": values, "positions": positions, "lengths": lengths}
+        exact = {"keys": keys, "values": values, "positions": positions, "lengths": lengths}
+        rows = torch.arange(len(positions), device=positions.device)
+        return exact | self._numbers.beside(self._lease.gather_columns()).state(rows)
 
     @classmethod
     def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> PagedLayer:
@@ -160,7 +195,7 @@ class PagedLayer(CacheLayer):
         )
 
     def adopted(self, state: dict[str, Tensor]) -> PagedLayer:
-        layer, keys = PagedLayer(self._lease.pool, self._plain), state["keys"]
+        layer, keys = PagedLayer(self._lease.pool, self._plain, self.ledger), state["keys"]
         if keys.dim() == 3:
             heads, length = keys.shape[:2]
             counts = np.full(heads, length, np.int64)
@@ -170,14 +205,17 @@ class PagedLayer(CacheLayer):
             counts, sides = state["lengths"].cpu().numpy(), (keys, state["values"])
             positions = state["positions"]
         layer._fill(counts, *sides, positions)
+        held = EntryColumns.adopt(state, self.layer.kv_heads, len(positions))
+        layer._lease.write_columns(held.by_name())
+        layer._numbers.write_scalars(held.scalars_by_name)
         return layer
 
     def restored(self, state: dict[str, Tensor]) -> PagedLayer:
         return self.adopted(state)
 
     def own_tensors(self) -> tuple[Tensor, ...]:
-        """Tensors of the layer: none, as the entries are in the arena."""
-        return ()
+        """Ledger scalars; the entries are in the arena."""
+        return self._numbers.tensors()
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -200,7 +238,8 @@ class PagedLayer(CacheLayer):
         tables = self._lease.tables(queries.shape[1])
         stored = pool.keys, pool.values, tables, self.layer.scaling, pool.backend
         own = queries.unflatten(0, (heads, -1))
-        out, lse = paged_attention(own, *stored, softcap=self.layer.softcap)
+        biases = pool.biases if self._lease.has_biases else None
+        out, lse = paged_attention(own, *stored, biases, self.layer.softcap)
         if not self._lease.lengths.all():
             is_empty = (tables.lengths == 0)[:, None, None]
             out = out.masked_fill(is_empty.unsqueeze(-1), 0.0)
@@ -210,7 +249,8 @@ class PagedLayer(CacheLayer):
     def _count(self) -> None:
         """Count bytes and entries after a change."""
         pages = self._counted_pages = self._lease.num_pages
-        self.usage.set_bytes(pages * self._lease.pool.page_bytes, self.counts_as_device)
+        held = pages * self._lease.page_bytes + storage_bytes(self.own_tensors())
+        self.usage.set_bytes(held, self.counts_as_device)
         self.usage.set_entries(int(self._lease.lengths.sum()))
 
 
