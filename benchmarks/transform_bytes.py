@@ -1,7 +1,9 @@
 """Bytes of a transform-coded cache by part of a coded entry, and bits of its components.
 
-A document is read and scored once, and held at one budget. Bits of components are the code lengths
-of the range coder's tables; positions, index and exact entries are counted as they are stored.
+A document is read and scored once, and held at one budget. Bits of components are those of their
+codes in bit planes, or the code lengths of the range coder's tables; positions, index and exact
+entries are counted as they are stored. What payloads hold beside these is overhead: names of codes
+and heads of groups, or states of the range coder, and rounding.
 
     python benchmarks/transform_bytes.py --corpus FOLDER --model smollm2 --budget 1/8 --figure FILE
 """
@@ -17,25 +19,44 @@ import torch
 from transform_fidelity import BUDGETS, POLICIES, documents
 
 from larder.cache import SequenceCache, TransformedTier, TransformLayer
-from larder.core import LAST_TIER
+from larder.cache.transformed_tier import ComponentBatch
+from larder.core import LAST_TIER, Coder
 from larder.engine import Engine
-from larder.ops import CLASSES_PER_OCTAVE, ESCAPE, MIDDLE, classes_of
+from larder.ops import CLASSES_PER_OCTAVE, ESCAPE, MIDDLE, classes_of, plane_coder
 from larder.ops.symbol_model import symbol_model
 from larder.session import Policy
 from larder_bench.plots.style import PAGE, SOFT, figure_style
 from larder_bench.scoring.recorded_scores import COMPARED_BYTES, RecordedText
 
-PARTS = "keys", "values", "tiers", "states", "positions", "index", "means", "exact"
+PARTS = "keys", "values", "tiers", "overhead", "positions", "index", "means", "exact"
 FOLLOWING = 2  # tokens behind the document, which nothing looks at
 
 
-def component_bits(tier: TransformedTier) -> tuple[np.ndarray, int]:
+def bits_of_components(tier: TransformedTier) -> tuple[np.ndarray, int]:
     """Sum over the entries of the bits of each component, and the number of entries."""
-    model, batch = symbol_model(), tier.batch()
+    batch = tier.batch()
     steps = tier.step * 2.0 ** batch.tiers.numpy().astype(np.float64)
-    heads = batch.heads.numpy()
     around = tier.means.numbers[batch.heads] if len(tier.means.codes) else 0.0
     symbols = np.rint((batch.components - around).numpy() / steps[:, None]).astype(np.int64)
+    bits = {Coder.PLANES: plane_bits, Coder.ENTROPY: range_coder_bits}[tier.spec.coder]
+    return bits(tier, batch, symbols), len(symbols)
+
+
+def plane_bits(tier: TransformedTier, batch: ComponentBatch, symbols: np.ndarray) -> np.ndarray:
+    """Bits of each component in bit planes."""
+    total = np.zeros(symbols.shape[1])
+    for _, block in batch.blocks(tier.spec.block):
+        total += plane_coder.component_bits(
+            symbols[block].astype(np.int32), batch.tiers[block].numpy()
+        )
+    return total
+
+
+def range_coder_bits(
+    tier: TransformedTier, batch: ComponentBatch, symbols: np.ndarray
+) -> np.ndarray:
+    """Bits of each component by the range coder's tables."""
+    model, heads = symbol_model(), batch.heads.numpy()
     bases = np.stack(
         [classes_of(d.flatten().numpy(), tier.step) for d in tier.tables.deviation.unbind(1)]
     )
@@ -43,7 +64,17 @@ def component_bits(tier: TransformedTier) -> tuple[np.ndarray, int]:
     rows = rows.clip(0, len(model.raw_bits) - 1)
     codes = (symbols >> model.raw_bits[rows].astype(np.int64)) + MIDDLE
     codes = np.where((codes < 0) | (codes >= ESCAPE), ESCAPE, codes)
-    return model.costs[rows, codes].sum(0, dtype=np.float64), len(symbols)
+    return model.costs[rows, codes].sum(0, dtype=np.float64)
+
+
+def tier_bits(tier: TransformedTier) -> int:
+    """Bits of the tiers of all entries."""
+    batch = tier.batch()
+    if tier.spec.coder is Coder.PLANES:
+        sizes = [len(batch.tiers[block]) for _, block in batch.blocks(tier.spec.block)]
+        return plane_coder.TIER_PLANES * 8 * sum(-(-size // 8) for size in sizes)
+    tiers = batch.tiers.abs()
+    return 2 * len(tiers) + int((tiers == LAST_TIER).sum())
 
 
 def shares(cache: SequenceCache) -> dict[str, float]:
@@ -52,21 +83,19 @@ def shares(cache: SequenceCache) -> dict[str, float]:
     for store in cache.layers:
         assert isinstance(store, TransformLayer)
         tier, dim = store.tier, store.layer.head_dim
-        bits, _ = component_bits(tier)
+        bits, _ = bits_of_components(tier)
         parts["keys"] += bits[:dim].sum() / 8
         parts["values"] += bits[dim:].sum() / 8
-        tiers = tier.batch().tiers.abs()
-        parts["tiers"] += (2 * len(tiers) + int((tiers == LAST_TIER).sum())) / 8
+        parts["tiers"] += tier_bits(tier) / 8
         parts["index"] += tier.index.nbytes
         parts["means"] += tier.means.codes.nbytes + tier.means.scales.nbytes
         spans = [(s + 7) // 8 or 4 * n for _, n, _, s, _ in tier.index.tolist()]
         parts["positions"] += sum(spans)
         exact = sum(store.full_precision_lengths)
         parts["exact"] += exact * (2 * dim * COMPARED_BYTES + 4)
-        parts["states"] += len(tier.payload)
-    # What payloads hold beside the rest: states of the coder, and rounding.
+        parts["overhead"] += len(tier.payload)
     known = ("keys", "values", "tiers", "positions")
-    parts["states"] -= sum(parts[name] for name in known)
+    parts["overhead"] -= sum(parts[name] for name in known)
     return parts
 
 
@@ -114,7 +143,7 @@ def main() -> None:
     text = RecordedText.of(engine, ids, FOLLOWING)
     tokens = int(options.tokens * BUDGETS[options.budget])
     cache = text.held(Policy.parse(sentence), tokens)
-    sums, counts = zip(*(component_bits(store.tier) for store in cache.layers), strict=True)
+    sums, counts = zip(*(bits_of_components(store.tier) for store in cache.layers), strict=True)
     bits, parts = sum(sums) / sum(counts), shares(cache)
     print(json.dumps({name: round(size) for name, size in parts.items()}))
     print(json.dumps({"entries": sum(counts), "bits": [round(float(b), 2) for b in bits]}))

@@ -147,6 +147,17 @@ def test_counted_bytes_are_those_of_the_code(entries, width, kind) -> None:
     assert coding.coded_bytes(*given) == len(coding.encoded(*given))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("entries", "width"), SHAPES)
+def test_bits_of_components_are_what_a_block_holds_beside_heads(entries, width, kind) -> None:
+    symbols, tiers = a_block(entries, width, kind)
+    bits, groups = plane_coder.component_bits(symbols, tiers), -(-entries // plane_coder.ROWS)
+    assert bits.shape == (width,)
+    heads = int(plane_coder.least_bytes(np.array([entries]), width)[0])
+    left = 8 * (len(plane_coder.encode(symbols, tiers)) - heads) - int(bits.sum())
+    assert 0 <= left < 8 * groups  # the last bits of a group fill their byte
+
+
 @pytest.mark.parametrize(("codes", "last"), [(NARROW_CODES, 4.5), (WIDE_CODES, 30)])
 def test_every_code_is_chosen_somewhere(codes, last) -> None:
     source, chosen = np.random.default_rng(3), set[int]()

@@ -184,6 +184,12 @@ def least_bytes(counts: Int[ndarray, " B"], width: int) -> Int[ndarray, " B"]:
     return tiers + (groups + (rest > 0)) * (GROUP_HEAD + -(-width // 2))
 
 
+def component_bits(symbols: Symbols, tiers: Tiers) -> Int[ndarray, " W"]:
+    """Bits of each component of a block of entries, without the half byte that names its code."""
+    groups = [_chosen_codes(np.abs(group)) for group in _groups(symbols.astype(np.int64), tiers)]
+    return np.asarray(sum((bits for _, _, bits in groups), np.zeros(symbols.shape[1], np.int64)))
+
+
 def plane_library() -> CDLL | None:
     """The C kernels, or None where they were not compiled or are older than this coder."""
     library = c_library()
@@ -201,9 +207,23 @@ def _encode(symbols: Int[ndarray, "N W"], tiers: Tiers) -> Payload:
     for first in range(0, len(tiers), ROWS):
         raised = tiers[first : first + ROWS].astype(np.int64) + LAST_TIER
         parts += [_packed((raised >> plane & 1) == 1) for plane in range(TIER_PLANES)]
+    return np.concatenate([*parts, *map(_group, _groups(symbols, tiers))])
+
+
+def _groups(symbols: Int[ndarray, "N W"], tiers: Tiers) -> list[Int[ndarray, "M W"]]:
+    """Entries in order of tiers, 64 rows a group."""
     ordered = symbols[np.argsort(tiers, kind="stable")]
-    parts += [_group(ordered[first : first + ROWS]) for first in range(0, len(tiers), ROWS)]
-    return np.concatenate(parts)
+    return [ordered[first : first + ROWS] for first in range(0, len(tiers), ROWS)]
+
+
+def _chosen_codes(
+    sizes: Int[ndarray, "N W"],
+) -> tuple[tuple[PlaneCode, ...], Codes, Int[ndarray, " W"]]:
+    """Table of codes of a group, the code of each component, and the bits that it spends."""
+    is_wide = int((sizes > MOST_NEAR).sum()) > MOST_FAR
+    table = WIDE_CODES if is_wide else NARROW_CODES
+    bits = np.stack([_bits(sizes, code) for code in table])
+    return table, np.argmin(bits, 0).astype(np.uint8), bits.min(0)
 
 
 def _packed(bits: Bool[ndarray, " N"]) -> UInt8[ndarray, " B"]:
@@ -213,9 +233,7 @@ def _packed(bits: Bool[ndarray, " N"]) -> UInt8[ndarray, " B"]:
 def _group(symbols: Int[ndarray, "N W"]) -> Payload:
     """Bytes of a group."""
     sizes = np.abs(symbols)
-    is_wide = int((sizes > MOST_NEAR).sum()) > MOST_FAR
-    table = WIDE_CODES if is_wide else NARROW_CODES
-    codes = np.argmin([_bits(sizes, code) for code in table], 0).astype(np.uint8)
+    table, codes, _ = _chosen_codes(sizes)
     largest = np.array([table[code].largest for code in codes])
     beyond, far = sizes > largest, sizes > MOST_NEAR
     nears, fars = _listed(symbols, beyond & ~far, "i1"), _listed(symbols, beyond & far, "<i4")
@@ -245,7 +263,7 @@ def _group(symbols: Int[ndarray, "N W"]) -> Payload:
     body = [halves[::2] | halves[1::2] << 4, nears, fars, *fixed, _packed(np.concatenate(rest))]
     size = GROUP_HEAD + sum(len(part) for part in body)
     counts = np.array([len(nears) // NEAR_BYTES, len(fars) // FAR_BYTES], "<u2").view(np.uint8)
-    head = np.array([size | (WIDE if is_wide else 0)], "<u4").view(np.uint8)
+    head = np.array([size | (WIDE if table is WIDE_CODES else 0)], "<u4").view(np.uint8)
     return np.concatenate([head, counts, *body])
 
 
