@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from larder.cli.serve import ServeOptions
     from larder.core.progress import ProgressStage
     from larder.models.loader import LoadedModel
-    from larder.server.context_transfer import ContextTransfer
     from larder.server.engine_client import EngineClient
     from larder.server.local_engine_client import LocalEngineClient
+    from larder.server.model_router import ContextTransfer
     from larder.server.persistence.base import SessionLocks
     from larder.server.session_info import ServedModel
     from larder.store.ledger import ByteBudgets
@@ -150,7 +150,7 @@ def context_transfers(options: ServeOptions) -> list[ContextTransfer]:
     """
     if not options.reuse_contexts:
         return []
-    from larder.server.context_transfer import ContextTransfer
+    from larder.server.model_router import ContextTransfer
 
     found = list(map(ContextTransfer.parse, options.reuse_contexts))
     receivers = [each.receiver for each in found]

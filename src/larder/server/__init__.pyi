@@ -10,12 +10,12 @@ from .cluster.leases import LeasedSessionLocks as LeasedSessionLocks
 from .cluster.leases import SessionLeases as SessionLeases
 from .cluster.ray_serve import check_store as check_store
 from .cluster.ray_serve import error_reason as error_reason
+from .cluster.relay import Frame as Frame
+from .cluster.relay import Replica as Replica
+from .cluster.relay import ReplicaLost as ReplicaLost
+from .cluster.relay import ReplicaSet as ReplicaSet
 from .cluster.relay import route as route
 from .cluster.relay import routing_key as routing_key
-from .cluster.replica import Frame as Frame
-from .cluster.replica import Replica as Replica
-from .cluster.replica import ReplicaLost as ReplicaLost
-from .cluster.replica import ReplicaSet as ReplicaSet
 from .context_order import MOST_ORDERS as MOST_ORDERS
 from .context_order import ContextOrder as ContextOrder
 from .context_order import ContextOrders as ContextOrders
@@ -25,7 +25,6 @@ from .context_order import importance_line as importance_line
 from .context_prompts import HostTexts as HostTexts
 from .context_prompts import chunk_id as chunk_id
 from .context_prompts import with_message_contexts as with_message_contexts
-from .context_transfer import ContextTransfer as ContextTransfer
 from .embedder_queue import EmbedderQueue as EmbedderQueue
 from .engine_client import EngineClient as EngineClient
 from .engine_context import EngineContext as EngineContext
@@ -63,6 +62,7 @@ from .http.startup import StartupStatus as StartupStatus
 from .http.streaming import sse_event as sse_event
 from .http.tools import AnswerParser as AnswerParser
 from .local_engine_client import LocalEngineClient as LocalEngineClient
+from .model_router import ContextTransfer as ContextTransfer
 from .model_router import ModelRouter as ModelRouter
 from .model_router import TurnLock as TurnLock
 from .model_thread import ModelThread as ModelThread
@@ -118,7 +118,10 @@ from .tiers.device import MemoryDemand as MemoryDemand
 from .tiers.disk import DiskTier as DiskTier
 from .tiers.disk import StoreDiskTier as StoreDiskTier
 from .tiers.eviction_order import EvictionTuner as EvictionTuner
+from .tiers.eviction_order import StateUse as StateUse
+from .tiers.eviction_order import best_variant as best_variant
 from .tiers.eviction_order import prefill_operations as prefill_operations
+from .tiers.eviction_order import saved_cost as saved_cost
 from .tiers.host import MIN_MOVES as MIN_MOVES
 from .tiers.host import PROBE_INTERVAL as PROBE_INTERVAL
 from .tiers.host import HostMoveRates as HostMoveRates

@@ -31,10 +31,9 @@ from larder.server.persistence.base import SessionPersistence
 from larder.server.persistence.restore import ResidencyLocks, SessionRestorer
 from larder.server.persistence.retry_queue import WriteRetryQueue
 from larder.server.persistence.session_file import TOKEN_CHARACTERS, TranscriptSnapshot
-from larder.server.programs import Programs
 from larder.server.request import ChatMessage, Listener, Request, SessionUnreadableError, Ticket
 from larder.server.request_finisher import RequestFinisher
-from larder.server.request_queue import RequestQueue
+from larder.server.request_queue import Programs, RequestQueue
 from larder.server.request_state import RequestState, RequestTimes
 from larder.server.scheduler import Scheduler
 from larder.server.serving_policy import ServingPolicy

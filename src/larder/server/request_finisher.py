@@ -15,8 +15,8 @@ from larder.server.model_runner import ModelRunner
 from larder.server.model_thread import CompletionQueue
 from larder.server.persistence.base import Durability, SessionPersistence
 from larder.server.persistence.retry_queue import WriteRetryQueue
-from larder.server.programs import Programs
 from larder.server.request import Report
+from larder.server.request_queue import Programs
 from larder.server.request_state import RequestState
 from larder.server.session_index import SessionIndex
 from larder.server.session_state import SessionState

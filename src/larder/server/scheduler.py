@@ -29,9 +29,8 @@ from larder.core.errors import BudgetError, TenantBudgetError
 from larder.server.api_errors import kv_budget_exceeded
 from larder.server.model_runner import ModelRunner, Outcome
 from larder.server.model_thread import CompletionQueue
-from larder.server.programs import Programs
 from larder.server.request_finisher import FAILURES, RequestFinisher
-from larder.server.request_queue import RequestQueue
+from larder.server.request_queue import Programs, RequestQueue
 from larder.server.request_state import RequestState
 from larder.server.session_backend.base import WriteAwaited
 from larder.server.step_interruption import StepInterruption

@@ -9,10 +9,9 @@ from typing import Any
 from larder.cache.forms.base import CacheLayer
 from larder.core.observation import Entries
 from larder.server.answer_form import PLAIN_FORM, AnswerForm
-from larder.server.position_map import PositionMap
 from larder.server.request import ChatMessage
 from larder.server.session_state import SessionState
-from larder.server.transcript import ASSISTANT
+from larder.server.transcript import ASSISTANT, PositionMap
 from larder.store.sessions.records import Record
 
 REPLACEMENT_CHARACTER = "\ufffd"  # decoded from incomplete UTF-8

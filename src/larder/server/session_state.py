@@ -10,10 +10,15 @@ from dataclasses import dataclass, field
 
 from larder.cache.sequence import SequenceCache
 from larder.core.session_name import root_name
-from larder.server.position_map import PositionMaps
 from larder.server.resident_caches import COPIES, ResidentCaches
 from larder.server.serving_policy import CacheOccupancy, ServingPolicy
-from larder.server.transcript import TOKEN_TYPECODE, CompletedTurn, Transcript, common_prefix_len
+from larder.server.transcript import (
+    TOKEN_TYPECODE,
+    CompletedTurn,
+    PositionMaps,
+    Transcript,
+    common_prefix_len,
+)
 from larder.session.caches import SessionCaches
 from larder.session.chat_cache import ChatCache
 from larder.store.eviction.continuum import PauseForecast

@@ -47,9 +47,6 @@ from .encryption import NoEncryption as NoEncryption
 from .encryption import encryption_for as encryption_for
 from .encryption import read_key as read_key
 from .encryption import store_secret as store_secret
-from .eviction._replay import StateUse as StateUse
-from .eviction._replay import best_variant as best_variant
-from .eviction._replay import saved_cost as saved_cost
 from .eviction.base import EVICTIONS as EVICTIONS
 from .eviction.base import NUM_QUANTILES as NUM_QUANTILES
 from .eviction.base import QUANTILE_SHARES as QUANTILE_SHARES

@@ -10,8 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from larder.server import operations
 from larder.server.api_errors import server_stopping
-from larder.server.cluster.relay import Relay, no_replica, routing_key
-from larder.server.cluster.replica import ReplicaLost, ReplicaSet
+from larder.server.cluster.relay import Relay, ReplicaLost, ReplicaSet, no_replica, routing_key
 from larder.server.engine_client import EngineClient
 from larder.server.operation import Operation, Placement
 from larder.server.request import ApiError, Listener, Request, Ticket

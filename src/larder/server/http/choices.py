@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import accumulate, count
 from typing import Any
 
 from fastapi.requests import Request as HttpRequest
@@ -15,7 +15,6 @@ from larder.core.errors import LarderError
 from larder.server.answer_form import PLAIN_FORM, AnswerForm
 from larder.server.http.app_state import AppState
 from larder.server.http.error_responses import as_api_error, error_body
-from larder.server.http.logprobs import chat_logprobs, text_logprobs
 from larder.server.http.protocol import kv_usage, new_id, usage
 from larder.server.http.streaming import (
     DONE,
@@ -31,9 +30,58 @@ from larder.server.request import Report, Request, TokenLogprob
 
 MAX_CHOICES = 128  # answers to one request: prompts times choices
 SEEDS = 1 << 64
-
 Item = str | Logprobs | Report | StreamIdle
 ChoiceStream = AsyncGenerator[tuple[int, Item], None]
+
+
+def chat_logprobs(logprobs: Logprobs, start: int) -> dict[str, Any]:
+    """Log-probabilities in the form of chat completions.
+
+    Args:
+        start: not used; `text_logprobs` has it.
+    """
+    content = [
+        _chat_token(each) | {"top_logprobs": [_chat_token(other) for other in each.top]}
+        for each in logprobs
+    ]
+    return {"content": content, "refusal": None}
+
+
+def text_logprobs(logprobs: Logprobs, start: int) -> dict[str, Any]:
+    """Log-probabilities in the form of completions.
+
+    Tokens of the same text are one name, with the larger number. The token itself is always among
+    the most likely ones, unless it is the first of a text, which has none.
+
+    Args:
+        start: character at which the first token begins.
+    """
+    ends = accumulate((len(each.text) for each in logprobs), initial=start)
+    return {
+        "tokens": [each.text for each in logprobs],
+        "token_logprobs": [each.logprob for each in logprobs],
+        "top_logprobs": [_ranked(each) for each in logprobs],
+        "text_offset": list(ends)[:-1],
+    }
+
+
+def _chat_token(logprob: TokenLogprob) -> dict[str, Any]:
+    return {"token": logprob.text, "logprob": logprob.logprob, "bytes": list(logprob.data)}
+
+
+def _ranked(logprob: TokenLogprob) -> dict[str, float] | None:
+    if logprob.logprob is None:
+        return None
+    ranked: dict[str, float] = {}
+    for text, number in _numbered(logprob):
+        ranked[text] = max(number, ranked.get(text, number))
+    return ranked
+
+
+def _numbered(logprob: TokenLogprob) -> Iterator[tuple[str, float]]:
+    for each in (*logprob.top, logprob):
+        if each.logprob is not None:
+            yield each.text, each.logprob
 
 
 @dataclass(frozen=True)
@@ -89,6 +137,8 @@ CHAT_FORMAT = AnswerFormat(
     chat_logprobs,
     {"delta": {"role": "assistant", "content": ""}},
 )
+
+
 TEXT_FORMAT = AnswerFormat(
     "cmpl-", "text_completion", "text_completion", _text, _text, text_logprobs
 )

@@ -19,7 +19,7 @@ from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origi
 import msgspec
 from pydantic import AfterValidator, BaseModel, BeforeValidator, PrivateAttr, ValidationError
 
-from larder.server.api_errors import ApiError, invalid_request
+from larder.server.api_errors import invalid_request
 from larder.server.http.error_responses import field_steps, malformed_field
 from larder.server.http.unknown_fields import (
     MAX_UNKNOWN_NAMES,

@@ -32,8 +32,7 @@ from larder.server.http.protocol import (
     session_hint,
     warnings_of,
 )
-from larder.server.http.response_items import chat_messages, new_items
-from larder.server.http.response_output import ResponseOutput
+from larder.server.http.response_items import ResponseOutput, chat_messages, new_items
 from larder.server.http.response_request import ConversationParam, ResponsesRequest
 from larder.server.http.streaming import (
     PING,

@@ -18,7 +18,6 @@ from time import perf_counter
 
 from larder.core.errors import BudgetError, LarderError
 from larder.server.admission import chat_turn_demand
-from larder.server.position_map import PositionMaps
 from larder.server.request_state import CacheLoad, PrefillProgress, RequestState
 from larder.server.serving_policy import ServingPolicy
 from larder.server.session_backend.base import SessionBackend
@@ -29,7 +28,7 @@ from larder.server.session_state import SessionState
 from larder.server.tiers.device import DeviceReservations, MemoryDemand
 from larder.server.tiers.manager import TierManager
 from larder.server.token_budget import PrefillTokenBudget
-from larder.server.transcript import CompletedTurn, num_tokens
+from larder.server.transcript import CompletedTurn, PositionMaps, num_tokens
 from larder.session.chat_state import ActiveTurn
 from larder.session.transcript.chat_log import ChatTurn
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter

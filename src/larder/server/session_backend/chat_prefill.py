@@ -1,5 +1,6 @@
 """Prefill of a chat turn in steps of at most a block, from the session's caches to the prompt's
-tail."""
+tail.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +8,11 @@ from collections.abc import Generator
 from dataclasses import replace
 
 from larder.prefill.memory import PeakMemoryMeter
-from larder.server.position_map import PositionMaps
 from larder.server.request_state import RequestState
 from larder.server.session_backend.chat_snapshot import ChatCaches, opening_history, session_log
 from larder.server.session_state import SessionState
 from larder.server.tiers.disk import DiskTier
-from larder.server.transcript import CompletedTurn
+from larder.server.transcript import CompletedTurn, PositionMaps
 from larder.session.capacity import budget_tokens
 from larder.session.chat_cache import ChatCache
 from larder.session.chat_state import ActiveTurn, ChatState

@@ -13,12 +13,11 @@ from larder.cache.sequence import SequenceCache
 from larder.core.conversation import Conversation, Message
 from larder.core.errors import Damaged, LarderError
 from larder.engine.chat import EMPTY_HISTORY
-from larder.server.position_map import PositionMap, PositionMaps
 from larder.server.request import ChatMessage
 from larder.server.resident_caches import COPIES, ResidentCaches
 from larder.server.serving_policy import CacheOccupancy
 from larder.server.session_state import SessionState
-from larder.server.transcript import CompletedTurn
+from larder.server.transcript import CompletedTurn, PositionMap, PositionMaps
 from larder.session.caches import SessionCaches
 from larder.session.chat_cache import ChatCache
 from larder.session.chat_state import chat_state_record, restore_chat_state

@@ -16,8 +16,7 @@ from larder.server.request_state import CacheLoad, PrefillProgress, RequestState
 from larder.server.resident_caches import PrefixCaches
 from larder.server.serving_policy import CacheOccupancy, ServingPolicy
 from larder.server.session_backend.base import FindPrefix, SessionBackend
-from larder.server.session_backend.context_reader import ContextReader
-from larder.server.session_backend.prefix_prefill import PrefixPrefill
+from larder.server.session_backend.prefix_prefill import ContextReader, PrefixPrefill
 from larder.server.session_state import SessionState
 from larder.server.tiers.device import DeviceReservations, MemoryDemand
 from larder.server.tiers.manager import TierManager

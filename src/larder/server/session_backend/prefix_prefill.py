@@ -1,21 +1,179 @@
-"""Prefill of prompts in blocks, into the one cache of a session of the prefix backend."""
+"""Prefill of prompts into the one cache of a session of the prefix backend, in steps of at most a
+block, an image or a context.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 from larder.cache.sequence import SequenceCache
 from larder.core.types import AppendKind, Mode
 from larder.models.batch_segment import BatchSegment
 from larder.models.lm_head import LOGITS_CHUNK
-from larder.server.image_prompts import ImagePromptEncoder
+from larder.prefill.base import split_blocks
+from larder.prefill.reader import PrefillReader, PrefillSequence
+from larder.server.api_errors import invalid_request
+from larder.server.context_prompts import ContextPrompts
+from larder.server.image_prompts import ImagePart, ImagePromptEncoder, rendered_prompt
+from larder.server.request import ChatMessage
 from larder.server.request_state import RequestState
-from larder.server.session_backend.image_reader import ImageReader
 from larder.server.session_state import SessionState
 from larder.server.tiers.disk import DiskTier
 from larder.server.token_budget import PrefillTokenBudget
 from larder.server.token_logprobs import TokenTexts, token_logprobs, unscored_token
+from larder.session.transcript.chat_template import image_digests
+
+
+class ContextReader:
+    """Reads the contexts of requests by the schedule of their policy. For the model's thread.
+
+    Args:
+        contexts: chunks that were read before.
+    """
+
+    def __init__(self, contexts: ContextPrompts) -> None:
+        self._contexts = contexts
+
+    def nbytes_beside(self, state: RequestState) -> int:
+        """Upper bound of the bytes beside the cache while contexts are read."""
+        serving = state.session.serving
+        count = serving.runtime.decoder.spec.full_bytes(len(state.resolved.prompt_ids))
+        return serving.policy.schedule.context_copies * count
+
+    def begin(self, state: RequestState) -> None:
+        """Make the steps of a request's prefill."""
+        assert state.contexts is not None
+        state.prefill.steps = self._steps(state)
+        state.prefill.estimated_blocks = len(state.contexts.contexts) + 1
+
+    def read_block(self, state: RequestState) -> int:
+        """Run one step; the approximate number of tokens read."""
+        prefill = state.prefill
+        assert prefill.steps is not None
+        try:
+            next(prefill.steps)
+        except StopIteration:
+            prefill.steps = None
+        prefill.estimated_blocks -= 1
+        contexts = () if state.contexts is None else state.contexts.contexts
+        return max(map(len, contexts), default=1)
+
+    def _steps(self, state: RequestState) -> Generator[object, None, None]:
+        """Steps that read all but the last token of the prompt, which is left to decoding."""
+        session, text = state.session, state.contexts
+        cache = session.residency.active
+        assert text is not None and cache is not None
+        schedule, ids = session.serving.policy.schedule, state.resolved.prompt_ids
+        # The question and the end of the template follow the last context.
+        text = replace(text, suffix=text.suffix[:-1])
+        reader = session.serving.reader(len(ids))
+        sequence, source = PrefillSequence(cache, {}), self._contexts.source(session.tenant)
+        reuse = yield from schedule.context_steps(reader, sequence, text, source)
+        session.residency.cached_ids.extend(ids[:-1])
+        state.counts.cached = reuse.cached_tokens
+        state.counts.recomputed = reuse.recomputed_tokens
+
+
+@dataclass(frozen=True)
+class ShownTurn:
+    """Turn of a request whose messages have images.
+
+    Args:
+        number: number of turns before it.
+        start, stop: true positions of its prompt.
+        messages: its new messages.
+    """
+
+    number: int
+    start: int
+    stop: int
+    messages: tuple[ChatMessage, ...]
+
+
+class ImageReader:
+    """Reads the blocks of a request's prompt, those with images from merged embeddings.
+
+    Args:
+        encoder: encoder of the images.
+    """
+
+    def __init__(self, encoder: ImagePromptEncoder) -> None:
+        self._encoder = encoder
+
+    def has_images(self, state: RequestState) -> bool:
+        """True if some messages of a request, or of its past turns, have images."""
+        return bool(_shown_turns(state))
+
+    def split(
+        self, state: RequestState, text: tuple[int, ...], start: int, size: int
+    ) -> list[tuple[int, ...]]:
+        """Blocks of a text from `start` on, without its last token.
+
+        No block cuts an image, or holds tokens of two turns of which one has images.
+        """
+        shown = self._encoder.image_spans(text)
+        if not shown.spans:
+            return split_blocks(text[start:-1], size)
+        edges = {edge for turn in _shown_turns(state) for edge in (turn.start, turn.stop)}
+        cuts = [start, *sorted(edge for edge in edges if start < edge < len(text) - 1)]
+        blocks = list[tuple[int, ...]]()
+        for first, stop in zip(cuts, [*cuts[1:], len(text) - 1], strict=True):
+            blocks += split_blocks(text[first:stop], size, shown.within(first, stop))
+        return blocks
+
+    def read(self, state: RequestState, reader: PrefillReader, block: tuple[int, ...]) -> int:
+        """Append a block to the cache of a request; bytes of the embeddings beside the cache.
+
+        Raises:
+            ApiError: 400: an image of the block is in no message of the request.
+        """
+        cache, decoder = state.cache, state.session.serving.runtime.decoder
+        start = cache.next_position
+        part = self._part_at(state, start)
+        if part is None:
+            reader.append([PrefillSequence(cache, {})], block)
+            return 0
+        own = part.merged.ids[start - part.start :][: len(block)]
+        part.merged.place(cache, part.start)
+        with part.merged.embedded(decoder, cache, part.start):
+            reader.append([PrefillSequence(cache, {}, images=part.spans)], own)
+        return part.nbytes
+
+    def _part_at(self, state: RequestState, position: int) -> ImagePart | None:
+        """Part of the prompt with images at a position; None in front of and between them."""
+        held = state.prefill.image_part
+        if held is not None and held.start <= position < held.stop:
+            return held
+        state.prefill.image_part = None
+        for turn in _shown_turns(state):
+            if turn.start <= position < turn.stop:
+                state.prefill.image_part = self._merged(state, turn)
+        return state.prefill.image_part
+
+    def _merged(self, state: RequestState, turn: ShownTurn) -> ImagePart:
+        past = state.resolved.past_turns[: turn.number]
+        prompt = rendered_prompt(self._encoder.tokenizer, past, turn.messages)
+        part = self._encoder.merged(turn.start, prompt, state.request.images)
+        if part.ids != state.resolved.prompt_ids[turn.start : turn.stop]:
+            raise invalid_request(
+                "Messages with images are rendered otherwise than when they were read first: begin "
+                "a new session.",
+                "messages",
+            )
+        return part
+
+
+def _shown_turns(state: RequestState) -> list[ShownTurn]:
+    found, start, resolved = list[ShownTurn](), 0, state.resolved
+    for index, turn in enumerate(resolved.past_turns):
+        stop = start + len(turn.prompt_ids)
+        found.append(ShownTurn(index, start, stop, turn.messages))
+        start += turn.tokens
+    new = resolved.new_messages
+    found.append(ShownTurn(len(resolved.past_turns), start, len(resolved.prompt_ids), new))
+    return [turn for turn in found if any(image_digests(each.text) for each in turn.messages)]
 
 
 class PrefixPrefill:

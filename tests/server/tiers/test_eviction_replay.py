@@ -5,17 +5,8 @@ from __future__ import annotations
 import pytest
 
 from larder.models import wrap_model
-from larder.server import EvictionTuner, prefill_operations
-from larder.store import (
-    ALPHAS,
-    EVICTIONS,
-    Candidate,
-    EvictionPolicy,
-    Marconi,
-    StateUse,
-    best_variant,
-    saved_cost,
-)
+from larder.server import EvictionTuner, StateUse, best_variant, prefill_operations, saved_cost
+from larder.store import ALPHAS, EVICTIONS, Candidate, EvictionPolicy, Marconi
 from tiny_models import tiny
 
 VARIANTS = Marconi().variants()
