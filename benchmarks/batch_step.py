@@ -37,7 +37,7 @@ from transformers import DynamicCache
 from larder.cache import SequenceCache, step_layout
 from larder.core import Mode
 from larder.engine import Engine
-from larder.models import BatchSegment, Decoder, StepLayouts, block_segments, load
+from larder.models import BatchSegment, Decoder, StepLayouts, batch_segment, load
 from larder.ops import BlockWork, StepWork
 from larder.prefill import DecodeEviction
 from larder.session import Policy, decode_planner
@@ -187,7 +187,7 @@ class AttentionTimer:
 
     def __init__(self) -> None:
         self.is_joint, self.seconds = True, [0.0, 0.0]
-        self._attend = block_segments.attend_segments
+        self._attend = batch_segment.attend_segments
 
     def __call__(self, blocks: Sequence[BlockWork], step: StepWork | None) -> None:
         started = time.process_time(), time.perf_counter()
@@ -206,7 +206,7 @@ def block_passes(decoder: Decoder, rows: int, blocks: int, chosen: argparse.Name
     counts, timer = [1] * rows + [chosen.block_tokens] * blocks, AttentionTimer()
     ends = torch.tensor(counts).cumsum(0) - 1
     found: dict[bool, list[list[float]]] = {True: [], False: []}
-    with mock.patch.object(block_segments, "attend_segments", timer):
+    with mock.patch.object(batch_segment, "attend_segments", timer):
         for step in range(2 * chosen.steps + 2):
             pairs = zip([each.fork() for each in caches], counts, strict=True)
             segments = [BatchSegment(cache, (7,) * count) for cache, count in pairs]

@@ -217,9 +217,9 @@ def test_state_of_other_predictions_is_refused() -> None:
     cache = filled()
     state = cache.state()
     save_predictions(seed=7)
-    from larder.cache import aqua_tables
+    from larder.cache import residual_tier
 
-    aqua_tables._read.cache_clear()
+    residual_tier._read.cache_clear()
     with pytest.raises(CacheError, match="trained again since: build the cache again"):
         SequenceCache.restore(cache.spec, state, cache.meta())
 

@@ -10,7 +10,7 @@ import pytest
 
 from cli_results import Run, complaint, document
 from larder import Conversation, Engine
-from larder.cli.demo import demonstration
+from larder.cli.demo import command
 from larder.engine import runtime
 from larder.models import model_packages
 from larder.session import read_conversation
@@ -22,23 +22,23 @@ DOCUMENT = ["full", "icecache", "kvzip:int4", "epicache_pooled", "streaming_llm"
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """The demo's texts, cut to what a test has time for."""
-    read = demonstration.read_conversation
+    read = command.read_conversation
 
     def beginning(path: Path) -> Conversation:
         whole = read(path)
         return replace(whole, messages=whole.messages[:12], questions=whole.questions[:2])
 
-    monkeypatch.setattr(demonstration, "read_conversation", beginning)
+    monkeypatch.setattr(command, "read_conversation", beginning)
     # Measuring takes longer than all the rest, and no figure here depends on it.
     monkeypatch.setattr(runtime, "calibrate", lambda *_: {"sensitivity": (0.9,) * 6})
 
 
 def test_bundled_texts_have_questions() -> None:
     bundled = Path(str(files("larder.cli.demo")))
-    result = read_conversation(bundled / demonstration.CONVERSATION.file)
+    result = read_conversation(bundled / command.CONVERSATION.file)
     assert len(result.questions) >= 20 and len(result.messages) > 300
-    text = (bundled / demonstration.DOCUMENT.file).read_text()
-    assert all(one.answer in text for one in demonstration.DOCUMENT.questions)
+    text = (bundled / command.DOCUMENT.file).read_text()
+    assert all(one.answer in text for one in command.DOCUMENT.questions)
 
 
 @pytest.mark.extended
@@ -90,9 +90,9 @@ def test_invalid_budget_is_refused(run: Run) -> None:
 
 @pytest.mark.extended
 def test_another_model_reads_the_document(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demonstration, "CONVERSATION_MODEL", "another")
-    short = replace(demonstration.DOCUMENT, questions=demonstration.DOCUMENT.questions[:1])
-    monkeypatch.setattr(demonstration, "DOCUMENT", short)
+    monkeypatch.setattr(command, "CONVERSATION_MODEL", "another")
+    short = replace(command.DOCUMENT, questions=command.DOCUMENT.questions[:1])
+    monkeypatch.setattr(command, "DOCUMENT", short)
     result = document(run("demo", "--model", "seed", "--json", "--budget", "100"))
     assert [row["name"] for row in result["rows"]] == DOCUMENT
     assert all("contains" in one for row in result["rows"] for one in row["answers"])
@@ -117,10 +117,10 @@ def test_recall_searches_where_reading_all_is_faster(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or the row of IceCache would be the full cache's, with active bytes that are not true."""
-    questions = demonstration.DOCUMENT.questions[:1]
-    icecache = {"icecache": demonstration.DOCUMENT.policies["icecache"]}
-    short = replace(demonstration.DOCUMENT, questions=questions, policies=icecache)
-    monkeypatch.setattr(demonstration, "CONVERSATION", short)
+    questions = command.DOCUMENT.questions[:1]
+    icecache = {"icecache": command.DOCUMENT.policies["icecache"]}
+    short = replace(command.DOCUMENT, questions=questions, policies=icecache)
+    monkeypatch.setattr(command, "CONVERSATION", short)
     monkeypatch.setenv("LARDER_RECALL_BREAK_EVEN", "100000")
     rows = document(run("demo", "--model", "seed", "--json", "--budget", "100"))["rows"]
     (policy,) = (row["policy"] for row in rows if row["name"] == "icecache")

@@ -21,9 +21,10 @@ from architectures.families_vision import IMAGE, PATCH, SIDE
 from interop.image_prompts import IMAGE_TOKENS, NAMES, Prompt, inputs_of, model_of
 from interop.replay import assert_same_entries
 from larder.core import BadParameter, DependencyError, InputError, Mode, ModelError, UsageError
-from larder.engine import EncodedPrompt, encode_image_prompts, prefill_prompt
+from larder.engine import EncodedPrompt, prefill_prompt
 from larder.interop import LarderCache
 from larder.models import PROCESSOR_FILES, BatchSegment
+from larder.session import encode_image_prompts
 
 PROMPT = Prompt((10, None, 12, None, 7))
 OTHER = Prompt((5, None, 9), seed=9)

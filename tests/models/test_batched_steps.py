@@ -196,7 +196,7 @@ def test_out_of_memory_pass_leaves_blocks_and_steps_unchanged(monkeypatch) -> No
     caches = [cache_of((form, 9, 2, 1), torch.float32) for form in ("ragged", "dense", "ragged")]
     before = [cache.state() for cache in caches]
     caches[2].record_weight_sums([0])
-    monkeypatch.setattr("larder.models.block_segments.attend_segments", fail)
+    monkeypatch.setattr("larder.models.batch_segment.attend_segments", fail)
     monkeypatch.setattr("larder.ops.block_attention.is_faster", lambda *_: True)
     counts = (1, 40, 33)
     pairs = zip(caches, counts, strict=True)

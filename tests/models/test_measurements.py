@@ -28,7 +28,7 @@ from larder.models import (
     random_tokens,
     wrap_model,
 )
-from larder.models.measurements import _attention_capture, _repeated_text, eviction_error, reasoning
+from larder.models.measurements import _attention_capture, eviction_error, reasoning
 from larder.policy import CURVE_POINTS
 from measurements import SAMPLE, SMALL, SMALL_NEEDLES, encode
 from model_attention import heads_of
@@ -385,7 +385,7 @@ def test_attention_weights_are_computed_in_chunks(three_layers, monkeypatch) -> 
         asked.append(len(rows))
         return weights(inputs, rows)
 
-    for module in (_attention_capture, _repeated_text, eviction_error):
+    for module in (_attention_capture, eviction_error):
         monkeypatch.setattr(module, "softmax_weights", noting)
     Echo(tokens=100, times=4).measure(three_layers, SAMPLE)
     EvictionErrorMeasurement(context=64, kept=9, window=4, following=300).measure(

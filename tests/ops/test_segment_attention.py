@@ -14,7 +14,7 @@ from torch import Tensor
 
 from larder.cache import SequenceCache
 from larder.core import Mode
-from larder.models import BatchSegment, Decoder, block_segments, wrap_model
+from larder.models import BatchSegment, Decoder, batch_segment, wrap_model
 from larder.ops import (
     BlockAttention,
     BlockWork,
@@ -151,7 +151,7 @@ def joint_calls(monkeypatch) -> list[tuple[int, int]]:
         attend_segments(blocks, step)
 
     monkeypatch.setattr(block_attention, "is_faster", lambda *kind: True)
-    monkeypatch.setattr(block_segments, "attend_segments", attend)
+    monkeypatch.setattr(batch_segment, "attend_segments", attend)
     return seen
 
 

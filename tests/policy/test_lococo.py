@@ -9,8 +9,7 @@ import torch
 
 from builders import a_layer, a_plan, some_entries
 from larder.core import LayerScores, Phase, ScoreError
-from larder.ops import slot_weights
-from larder.policy import Lococo
+from larder.policy import Lococo, slot_weights
 from references.lococo import learned_tensors
 
 LAYER = a_layer(1, 2)

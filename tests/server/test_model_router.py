@@ -13,7 +13,7 @@ from openai import NotFoundError, OpenAI
 from peft import LoraConfig, get_peft_model  # pyright: ignore
 
 from larder import Engine
-from larder.cli.serve_budgets import disk_budget
+from larder.cli.engine_clients import disk_budget
 from larder.core import UsageError
 from larder.engine import identity_of_model
 from larder.models import LoadedModel, apply_adapter, with_adapters

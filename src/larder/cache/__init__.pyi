@@ -1,8 +1,9 @@
-from .aqua_tables import AquaPredictions as AquaPredictions
 from .batch_plan import BatchPlan as BatchPlan
 from .chunk_entries import ChunkEntries as ChunkEntries
 from .chunk_entries import ChunkProfile as ChunkProfile
 from .coded_blocks import INDEX_BYTES as INDEX_BYTES
+from .coded_blocks import MOST_TIERS as MOST_TIERS
+from .coded_blocks import kept_call as kept_call
 from .forms._shared_entries import LOWER as LOWER
 from .forms._shared_entries import UPPER as UPPER
 from .forms._shared_entries import slerp as slerp
@@ -16,6 +17,7 @@ from .forms.dense import DenseLayer as DenseLayer
 from .forms.gapless import GaplessLayer as GaplessLayer
 from .forms.graded import GradedLayer as GradedLayer
 from .forms.low_rank import LowRankLayer as LowRankLayer
+from .forms.low_rank import LowRankMaps as LowRankMaps
 from .forms.paged import PagedLayer as PagedLayer
 from .forms.paired import PairedLayer as PairedLayer
 from .forms.paired import link_pairs as link_pairs
@@ -29,7 +31,6 @@ from .forms.window import SlidingWindowLayer as SlidingWindowLayer
 from .kvtc import KvtcTables as KvtcTables
 from .kvtc import PrincipalSide as PrincipalSide
 from .latest_activations import latest_queries_bytes as latest_queries_bytes
-from .low_rank_maps import LowRankMaps as LowRankMaps
 from .memory_usage import storage_bytes as storage_bytes
 from .merged_entries import merge_entries as merge_entries
 from .model_positions import ModelPositions as ModelPositions
@@ -53,6 +54,7 @@ from .prefix_forks import prefix_nbytes as prefix_nbytes
 from .prefix_forks import seal as seal
 from .prefix_forks import shared_storages as shared_storages
 from .recurrent_state import RecurrentState as RecurrentState
+from .residual_tier import AquaPredictions as AquaPredictions
 from .residual_tier import ResidualCoder as ResidualCoder
 from .sequence import SequenceCache as SequenceCache
 from .shared_storage import MANY_SEGMENTS as MANY_SEGMENTS
@@ -64,8 +66,6 @@ from .spec import LayerOptions as LayerOptions
 from .spec import text_of as text_of
 from .spec import text_tensor as text_tensor
 from .table_file import tables_path as tables_path
-from .tier_inputs import MOST_TIERS as MOST_TIERS
-from .tier_inputs import kept_call as kept_call
 from .transform_tables import TransformTables as TransformTables
 from .transform_tables import calibrated_step as calibrated_step
 from .transform_tables import state_of as state_of

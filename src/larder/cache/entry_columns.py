@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from larder.core.errors import CacheError
-from larder.core.ledger import Ledger
+from larder.core.part import Ledger
 
 _COLUMN, _SCALAR = "column.", "scalar."
 

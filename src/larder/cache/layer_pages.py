@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from larder.core.errors import CacheError
-from larder.core.ledger import LOG_COUNT
+from larder.core.part import LOG_COUNT
 from larder.core.spec import POSITION_BYTES, LayerSpec
 from larder.ops.packing import copy_to_device
 from larder.ops.paged_attention import AttentionBackend

@@ -19,7 +19,7 @@ from torch import Tensor
 from larder.cache.memory_usage import storage_bytes
 from larder.cache.spec import with_prefix
 from larder.core.codec import Codec, Grid, ScaleGranularity
-from larder.core.ledger import Ledger
+from larder.core.part import Ledger
 from larder.ops.packing import starts_of
 from larder.ops.quantization import QuantizedRows, quantize_rows
 from larder.ops.quantized_attention import QuantizedKV

@@ -20,8 +20,8 @@ from larder.cache.spec import CacheSpec, create_layer, form_of
 from larder.cache.state_dict import move_state, restore_layers, state_dict
 from larder.core.codec import Codec, ResidualSpec, TransformSpec
 from larder.core.errors import BudgetError, CacheError, MissingWeights
-from larder.core.ledger import Ledger
 from larder.core.observation import Entries
+from larder.core.part import Ledger
 from larder.core.plan import Plan, StepRule
 from larder.core.recall import OffloadSpec
 from larder.core.spec import LayerPairing, LayerSpec, ModelSpec, RecomputeSpec

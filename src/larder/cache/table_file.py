@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 from typing import ClassVar, TypeVar
@@ -15,10 +15,27 @@ import torch
 from torch import Tensor
 
 from larder.core.errors import MissingWeights, ModelError
-from larder.core.fingerprint import CARD, check_fingerprint
 from larder.core.home import home
 
 Tables = TypeVar("Tables", bound="TrainedTables")
+CARD = "card"  # key of the card in the metadata of a safetensors file
+
+
+def check_fingerprint(name: str, fingerprints: Sequence[str], expected: str) -> None:
+    """Check that a model is among those of a card.
+
+    Args:
+        name: of the trained tensors, or of their file.
+        fingerprints: fingerprints of the card.
+
+    Raises:
+        ModelError: it is not.
+    """
+    if expected not in fingerprints:
+        raise ModelError(
+            f"{name} was trained for the model {', '.join(each[:12] for each in fingerprints)}, "
+            f"not for this one ({expected[:12]}): train it for this model."
+        )
 
 
 class TrainedTables(ABC):

@@ -25,13 +25,13 @@ from larder.cache.coded_blocks import (
     INDEX_FIELDS,
     CodedBlock,
     blocks_of,
+    kept_call,
     packed_positions,
     position_bytes,
     unpacked_positions,
 )
 from larder.cache.component_means import CenteredBlock, CenteredBlocks, ComponentMeans
 from larder.cache.spec import saved_spec_text, text_tensor
-from larder.cache.tier_inputs import kept_call
 from larder.cache.transform_tables import KEYS, TransformTables
 from larder.core.codec import Coder, MeanSource, TransformSpec
 from larder.core.errors import CacheError

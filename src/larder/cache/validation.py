@@ -9,7 +9,7 @@ from jaxtyping import Int8, Int64
 from torch import Tensor
 
 from larder.core.errors import CacheError
-from larder.core.ledger import Ledger
+from larder.core.part import Ledger
 from larder.core.plan import Plan
 from larder.core.spec import LayerSpec
 

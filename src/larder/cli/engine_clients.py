@@ -1,10 +1,13 @@
-"""Engine clients of `larder serve`: in this process, or replicas in processes that Ray runs."""
+"""Engine clients of `larder serve`, in this process or in processes that Ray runs, and its options
+of bytes and choices.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +15,9 @@ from typing import TYPE_CHECKING
 from larder.cli.store_options import check_store_access
 from larder.core.errors import UsageError
 from larder.core.home import home
+from larder.core.memory_budget import BudgetUnit, MemoryBudget
 from larder.engine.progress_bar import progress_bar
+from larder.store.ledger import ByteBudgets, Tier
 
 if TYPE_CHECKING:
     from larder.cli.serve import ServeOptions
@@ -26,6 +31,7 @@ ADDRESS_OF_ONE_SLASH = re.compile(r"[a-z][a-z0-9+.-]+:/(?!/)")
 DEFAULT_REPLICAS = 2
 # Saved states of a session: the newest, and one to fall back on if that is damaged.
 STORED_EPOCHS = 2
+QUOTA = "--tenant-quota"
 
 
 @contextmanager
@@ -141,7 +147,6 @@ def store_url(options: ServeOptions) -> str:
 def _open_store(
     options: ServeOptions, url: str, secret: bytes | None = None, key: bytes | None = None
 ) -> Store:
-    from larder.cli.serve_budgets import disk_budget
     from larder.cli.served_models import split_adapters
     from larder.store.eviction.base import EVICTIONS
     from larder.store.store import Store
@@ -166,7 +171,6 @@ def _local_engine_client(
     locks: SessionLocks,
     stage: ProgressStage = progress_bar,
 ) -> Iterator[EngineClient]:
-    from larder.cli.serve_budgets import memory_budgets
     from larder.cli.served_models import model_clients
     from larder.server.persistence.sweeper import StoreSweeper
 
@@ -178,3 +182,76 @@ def _local_engine_client(
             yield client
     finally:
         client.close()
+
+
+def memory_budgets(kv_budget: str, host_budget: str, quotas: Sequence[str]) -> ByteBudgets:
+    """Byte budgets of the device and host tiers.
+
+    Args:
+        quotas: values of `--tenant-quota`.
+
+    Raises:
+        UsageError: an option is not a number of bytes, or names no tier.
+    """
+    tenant = _quotas(quotas)
+    tenant.pop(Tier.DISK, None)
+    return ByteBudgets(
+        {
+            Tier.DEVICE: _bytes("--kv-budget", kv_budget, Tier.DEVICE),
+            Tier.HOST: _bytes("--host-budget", host_budget, Tier.HOST),
+        },
+        tenant,
+    )
+
+
+def disk_budget(store_budget: str | None, quotas: Sequence[str]) -> ByteBudgets:
+    """Byte budget of the disk tier; no limit without `--store-budget`.
+
+    Args:
+        quotas: values of `--tenant-quota`.
+
+    Raises:
+        UsageError: as `memory_budgets`.
+    """
+    tenant = {tier: limit for tier, limit in _quotas(quotas).items() if tier is Tier.DISK}
+    if store_budget is None:
+        return ByteBudgets(tenant=tenant)
+    return ByteBudgets({Tier.DISK: _bytes("--store-budget", store_budget, Tier.DISK)}, tenant)
+
+
+def _quotas(quotas: Sequence[str]) -> dict[Tier, int]:
+    """Bytes by tier. Raise UsageError if a quota is not TIER=BYTES, or its tier occurs twice."""
+    tiers, found = {tier.value: tier for tier in Tier}, dict[Tier, int]()
+    for text in quotas:
+        name, _, size = text.partition("=")
+        if name not in tiers or not size:
+            raise UsageError(
+                f"{QUOTA} {text!r} is not TIER=BYTES: take one of {', '.join(tiers)}, as in "
+                "host=512MiB."
+            )
+        if tiers[name] in found:
+            raise UsageError(f"{QUOTA} {name}=... is given twice: give each tier one limit.")
+        found[tiers[name]] = _bytes(f"{QUOTA} {name}", size, tiers[name])
+    return found
+
+
+def _bytes(option: str, text: str, tier: Tier) -> int:
+    """Number of bytes. Raise UsageError if the text is none, or less than one."""
+    try:
+        amount = MemoryBudget.parse(text, option)
+        count = int(amount.number) if amount.unit is BudgetUnit.BYTES else 0
+    except UsageError:
+        count = 0
+    if count < 1:
+        raise UsageError(
+            f"{option} {text!r} is not a number of bytes: give the {tier.value} tier at least 1 "
+            "byte, as in 512MiB or 2GiB."
+        )
+    return count
+
+
+def check_choice(option: str, value: str, choices: type[Enum]) -> None:
+    """Raise UsageError if the value of an option is none of its choices."""
+    known = [each.value for each in choices]
+    if value not in known:
+        raise UsageError(f"{option} {value!r} is not known: take one of {', '.join(known)}.")

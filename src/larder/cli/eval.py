@@ -44,7 +44,7 @@ def evaluate(
 
         print_document(evaluation_document(evaluation))
     else:
-        from larder.cli.eval_tables import print_evaluation
+        from larder.cli.evaluation import print_evaluation
 
         print_evaluation(evaluation)
     if evaluation.scored == TOO_FEW_FILES:

@@ -380,7 +380,7 @@ def check_store_options(options: ServeOptions) -> None:
     Raises:
         UsageError, UnknownName: an option has an invalid or unknown value.
     """
-    from larder.cli.serve_budgets import check_choice, disk_budget, memory_budgets
+    from larder.cli.engine_clients import check_choice, disk_budget, memory_budgets
     from larder.server.persistence.base import Durability
     from larder.server.request_queue import SchedulingPolicy
     from larder.server.response_cache import ResponseCategory

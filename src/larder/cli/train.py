@@ -219,8 +219,7 @@ def _tested_on_passages(
 
 def _train_codec(method: str, loaded: LoadedModel, options: TrainOptions) -> tuple[Card, Path]:
     """Card and file of tables of a codec."""
-    from larder.cache.table_file import tables_path
-    from larder.core.fingerprint import CARD
+    from larder.cache.table_file import CARD, tables_path
     from larder.engine.progress_bar import progress_bar
     from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
     from larder.training.kvtc import KvtcSettings, train_kvtc

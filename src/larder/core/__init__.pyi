@@ -40,8 +40,6 @@ from .family import unknown_name_message as unknown_name_message
 from .home import LOCAL_PRINCIPAL as LOCAL_PRINCIPAL
 from .images import ImageSpans as ImageSpans
 from .images import spans_of as spans_of
-from .ledger import LOG_COUNT as LOG_COUNT
-from .ledger import Ledger as Ledger
 from .memory_budget import BudgetUnit as BudgetUnit
 from .memory_budget import MemoryBudget as MemoryBudget
 from .observation import Calibration as Calibration
@@ -54,6 +52,8 @@ from .observation import Prompts as Prompts
 from .observation import ScoreScale as ScoreScale
 from .observation import ScratchPrompt as ScratchPrompt
 from .observation import StorageStatistics as StorageStatistics
+from .part import LOG_COUNT as LOG_COUNT
+from .part import Ledger as Ledger
 from .plan import AddedEntries as AddedEntries
 from .plan import Folds as Folds
 from .plan import Plan as Plan

@@ -22,7 +22,6 @@ from .generate import GenerationBatch as GenerationBatch
 from .generate import StoppingCriteria as StoppingCriteria
 from .generate import keep_generating as keep_generating
 from .generate import no_observer as no_observer
-from .image_prompts import encode_image_prompts as encode_image_prompts
 from .layer_transfer import LayerTransfer as LayerTransfer
 from .layer_transfer import StoredStates as StoredStates
 from .layer_transfer import check_sender as check_sender

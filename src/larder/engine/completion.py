@@ -34,7 +34,7 @@ from larder.session.prefill import (
 from larder.session.transcript.tokenizer_adapter import TokenizedTranscript
 
 if TYPE_CHECKING:
-    from larder.models.merged_images import MergedText
+    from larder.models.processor import MergedText
 
 Images = Sequence[Sequence[Any]] | None  # images of each prompt
 PROMPT_TYPES = (
@@ -313,7 +313,7 @@ class PromptCompleter:
         encode = self._runtime.tokenizer.encode_prompt
         named = [valid_unicode(prompt, f"Prompt {n}") for n, prompt in enumerate(prompts, start=1)]
         if images is not None:
-            from larder.engine.image_prompts import encode_image_prompts
+            from larder.session.image_prefill import encode_image_prompts
 
             read = encode_image_prompts(self._runtime, self._processor, named, images)
             pairs = zip(named, read, strict=True)

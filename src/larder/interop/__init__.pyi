@@ -4,5 +4,5 @@ from .dynamic_cache import dynamic_cache_of as dynamic_cache_of
 from .lm_eval_arguments import GenerationOptions as GenerationOptions
 from .lm_eval_arguments import batch_size_of as batch_size_of
 from .policy_context import AppliedPolicy as AppliedPolicy
-from .press_adapter import entry_digests as entry_digests
-from .press_adapter import found_indices as found_indices
+from .press_policy import entry_digests as entry_digests
+from .press_policy import found_indices as found_indices

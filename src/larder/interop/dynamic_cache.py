@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import CacheError
-from larder.core.ledger import LOG_COUNT, Ledger
+from larder.core.part import LOG_COUNT, Ledger
 from larder.core.spec import LayerSpec, ModelSpec
 
 FORMS = ("dense", "ragged")  # cache forms whose entries are keys and values at true positions

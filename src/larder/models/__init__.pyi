@@ -74,6 +74,7 @@ from .loader import wrap_model as wrap_model
 from .lora_adapter import CONFIG as CONFIG
 from .lora_adapter import AdapterMode as AdapterMode
 from .lora_adapter import apply_adapter as apply_adapter
+from .measurements._attention_capture import random_tokens as random_tokens
 from .measurements._attention_capture import squared_errors as squared_errors
 from .measurements._needles import HiddenNeedle as HiddenNeedle
 from .measurements._needles import NeedlePassage as NeedlePassage
@@ -83,7 +84,6 @@ from .measurements._noise_costs import ShiftedAttention as ShiftedAttention
 from .measurements._noise_costs import cost_weights as cost_weights
 from .measurements._noise_costs import graded_numbers as graded_numbers
 from .measurements._noise_costs import noise_costs as noise_costs
-from .measurements._repeated_text import random_tokens as random_tokens
 from .measurements.base import Granularity as Granularity
 from .measurements.base import SampleText as SampleText
 from .measurements.duo_attention import TrainedGates as TrainedGates

@@ -16,8 +16,8 @@ import torch
 
 from larder.cache.chunk_entries import ChunkEntries
 from larder.cache.sequence import SequenceCache
+from larder.cache.table_file import check_fingerprint
 from larder.core.errors import ModelError
-from larder.core.fingerprint import check_fingerprint
 from larder.core.home import home
 from larder.core.spec import ModelSpec
 from larder.models.learned_weights import SUFFIX, LearnedWeights, read_learned

@@ -33,7 +33,7 @@ from larder.ops.packing import device_tensor
 from larder.policy.providers.base import ImageProvider, column_providers
 
 if TYPE_CHECKING:
-    from larder.models.block_segments import BlockSegments
+    from larder.models.batch_segment import BlockSegments
     from larder.models.paged_steps import PagedSteps
 
 
@@ -223,7 +223,7 @@ class ForwardBatch:
         """Segments that read a block beside others; None where there are none."""
         if len(self.widths) == 1 or max(self.widths) < FEWEST_QUERIES or self.mode is Mode.PROBE:
             return None
-        from larder.models.block_segments import BlockSegments  # not before it is needed
+        from larder.models.batch_segment import BlockSegments  # not before it is needed
 
         parts = zip(*(side.split(self.widths, 1) for side in sides), strict=True)
         new = [self._new_tokens(index, *own) for index, own in enumerate(parts)]

@@ -20,9 +20,8 @@ from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from larder.cache.table_file import write_tensors
+from larder.cache.table_file import CARD, check_fingerprint, write_tensors
 from larder.core.errors import MissingWeights, ModelError
-from larder.core.fingerprint import CARD, check_fingerprint
 from larder.core.home import home
 from larder.core.spec import LayerSpec, ModelSpec
 from larder.policy.providers.base import (

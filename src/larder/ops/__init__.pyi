@@ -99,7 +99,6 @@ from .rope import rotate_per_head as rotate_per_head
 from .rope import rotation_table as rotation_table
 from .search import interleaved as interleaved
 from .search import nearest_rows as nearest_rows
-from .slot_convolution import slot_weights as slot_weights
 from .symbol_model import CLASSES_PER_OCTAVE as CLASSES_PER_OCTAVE
 from .symbol_model import ESCAPE as ESCAPE
 from .symbol_model import MIDDLE as MIDDLE

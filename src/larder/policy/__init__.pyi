@@ -53,6 +53,7 @@ from .compensation.fold_ema import Weights as Weights
 from .compensation.kvmerger import Kvmerger as Kvmerger
 from .compensation.less import Less as Less
 from .compensation.lococo import Lococo as Lococo
+from .compensation.lococo import slot_weights as slot_weights
 from .compensation.merge_values import MergeValues as MergeValues
 from .compensation.park import Cut as Cut
 from .compensation.park import Park as Park
@@ -92,8 +93,8 @@ from .providers.base import column_providers as column_providers
 from .providers.base import select_providers as select_providers
 from .providers.drafts import Drafts as Drafts
 from .providers.surprise import Surprise as Surprise
-from .reduced_scorer import REDUCTION_SLOTS as REDUCTION_SLOTS
 from .scorers._kvpress_module import AttentionModuleAdapter as AttentionModuleAdapter
+from .scorers.base import REDUCTION_SLOTS as REDUCTION_SLOTS
 from .scorers.base import Scorer as Scorer
 from .scorers.capkv import CapKV as CapKV
 from .scorers.column_mass import ColumnMass as ColumnMass

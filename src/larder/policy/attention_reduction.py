@@ -13,8 +13,8 @@ from torch.nn.functional import pad
 
 from larder.core.arguments import require
 from larder.core.family import Family
-from larder.core.ledger import LOG_COUNT
 from larder.core.observation import Entries, Observation
+from larder.core.part import LOG_COUNT
 from larder.ops.attention import sink_logits
 from larder.ops.attention_weights import head_weights_from_logits
 from larder.ops.column_statistics import ColumnReducer, reduce_columns

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from larder.core.errors import BudgetError, ScoreError
 from larder.core.family import Family, public_name
-from larder.core.ledger import Ledger
 from larder.core.observation import (
     Calibration,
     Entries,
@@ -24,7 +23,7 @@ from larder.core.observation import (
     Phase,
     ScoreScale,
 )
-from larder.core.part import PolicyPart
+from larder.core.part import Ledger, PolicyPart
 from larder.core.plan import Plan, StepRule
 from larder.core.spelling import spell
 from larder.core.types import Packed, PackedMask
@@ -42,8 +41,7 @@ from larder.policy.providers.base import (
     TokenProvider,
     select_providers,
 )
-from larder.policy.reduced_scorer import ReducedScorer
-from larder.policy.scorers.base import Scorer
+from larder.policy.scorers.base import ReducedScorer, Scorer
 from larder.policy.storage.base import Storage
 from larder.policy.storage.exact import Exact
 from larder.policy.tallies.base import Tally

@@ -14,7 +14,7 @@ from larder.core.images import NO_IMAGES, ImageSpans
 from larder.core.progress import Progress, no_progress
 from larder.core.spelling import spell
 from larder.ops.apportionment import even_ranges
-from larder.policy.reduced_scorer import ReducedScorer
+from larder.policy.scorers.base import ReducedScorer
 from larder.prefill.memory import EntryCapacity
 from larder.prefill.reader import PrefillReader, PrefillSequence
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import UsageError
-from larder.core.ledger import LOG_COUNT
 from larder.core.observation import Observation, ScratchPrompt
+from larder.core.part import LOG_COUNT
 from larder.core.types import Queries
 from larder.models.activation_hooks import forward_hooks
 from larder.models.attention_backend import AttentionInputs, RenumberedAttention

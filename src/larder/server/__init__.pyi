@@ -103,7 +103,7 @@ from .response_cache import ResponseCategory as ResponseCategory
 from .response_cache import ResponseEntry as ResponseEntry
 from .response_cache import TenantCategory as TenantCategory
 from .serving_policy import ServingPolicy as ServingPolicy
-from .session_backend.idle_refresh import IdleRefresher as IdleRefresher
+from .session_backend.chat_prefill import IdleRefresher as IdleRefresher
 from .session_info import CachedPositions as CachedPositions
 from .session_info import ServedModel as ServedModel
 from .session_info import SessionInfo as SessionInfo

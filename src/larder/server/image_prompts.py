@@ -17,8 +17,7 @@ from typing import Any
 
 from larder.core.images import ImageSpans, spans_of
 from larder.models.decoder import Decoder
-from larder.models.merged_images import MergedText, merge_images
-from larder.models.processor import NamedProcessor
+from larder.models.processor import MergedText, NamedProcessor, merge_images
 from larder.server.api_errors import invalid_request
 from larder.server.request import ApiError, ChatMessage
 from larder.server.serving_policy import ServingPolicy

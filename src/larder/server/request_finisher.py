@@ -20,8 +20,8 @@ from larder.server.request_queue import Programs
 from larder.server.request_state import RequestState
 from larder.server.session_index import SessionIndex
 from larder.server.session_state import SessionState
-from larder.server.step_interruption import CallCancelled
 from larder.server.tiers.manager import TierManager
+from larder.server.token_budget import CallCancelled
 
 # Errors of a step or a listener that end one request, not the server.
 FAILURES = (LarderError, RuntimeError, ValueError, TypeError, LookupError, MemoryError)

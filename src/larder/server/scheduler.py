@@ -33,9 +33,8 @@ from larder.server.request_finisher import FAILURES, RequestFinisher
 from larder.server.request_queue import Programs, RequestQueue
 from larder.server.request_state import RequestState
 from larder.server.session_backend.base import WriteAwaited
-from larder.server.step_interruption import StepInterruption
 from larder.server.tiers.manager import TierManager
-from larder.server.token_budget import PrefillTokenBudget
+from larder.server.token_budget import PrefillTokenBudget, StepInterruption
 from larder.store.ledger import Tier
 
 MOST_RUNNING = 256  # requests that are admitted at a time

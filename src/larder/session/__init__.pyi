@@ -63,6 +63,7 @@ from .files.loader import conversation_of as conversation_of
 from .files.loader import find_files as find_files
 from .files.loader import read_conversation as read_conversation
 from .files.loader import read_document as read_document
+from .image_prefill import encode_image_prompts as encode_image_prompts
 from .memory import CacheFigures as CacheFigures
 from .memory import ConversationMemory as ConversationMemory
 from .policy import Policy as Policy

@@ -6,8 +6,8 @@ from larder.cache.latest_activations import latest_queries_bytes
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import BudgetError, UsageError
 from larder.core.family import public_name
-from larder.core.ledger import Ledger
 from larder.core.memory_budget import BudgetUnit, MemoryBudget
+from larder.core.part import Ledger
 from larder.core.spec import POSITION_BYTES, LayerSpec, ModelSpec
 from larder.core.spelling import spell
 from larder.policy.budgets.unlimited import WITHOUT_LIMIT, Unlimited

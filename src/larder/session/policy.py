@@ -30,8 +30,7 @@ from larder.policy.heads.base import HeadRule
 from larder.policy.planner import Planner
 from larder.policy.protect import Protect
 from larder.policy.providers.base import VocabularyProvider, select_providers
-from larder.policy.reduced_scorer import REDUCTION_SLOTS, reduction_parts
-from larder.policy.scorers.base import Scorer
+from larder.policy.scorers.base import REDUCTION_SLOTS, Scorer, reduction_parts
 from larder.policy.storage.base import Storage
 from larder.policy.storage.exact import Exact
 from larder.policy.timing.base import Timing

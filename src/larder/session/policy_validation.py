@@ -19,8 +19,7 @@ from larder.policy.compensation.base import Compensation
 from larder.policy.planner import Planner
 from larder.policy.protect import Protect
 from larder.policy.providers.base import DraftProvider, select_providers
-from larder.policy.reduced_scorer import ReducedScorer
-from larder.policy.scorers.base import Scorer
+from larder.policy.scorers.base import ReducedScorer, Scorer
 from larder.policy.storage.base import Storage
 from larder.policy.storage.exact import Exact
 from larder.policy.timing.base import Timing

@@ -20,7 +20,7 @@ from larder.core.errors import SpellingError, UnknownName
 from larder.core.family import LISTING, Family, unknown_name_message
 from larder.core.recall import RECALLS
 from larder.core.spelling import Call, parse
-from larder.policy.reduced_scorer import REDUCTION_SLOTS, SCORERS
+from larder.policy.scorers.base import REDUCTION_SLOTS, SCORERS
 from larder.session.presets import PRESETS
 
 FAMILIES: Mapping[str, Family] = {

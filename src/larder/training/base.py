@@ -15,9 +15,9 @@ from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from larder.cache.table_file import CARD
 from larder.core.errors import ModelError
 from larder.core.family import Family, public_name
-from larder.core.fingerprint import CARD
 from larder.core.spec import LayerSpec, ModelSpec
 from larder.models.learned_weights import (
     SUFFIX,
@@ -31,8 +31,7 @@ from larder.models.learned_weights import (
 from larder.policy.providers.base import PROVIDERS, GateProvider
 from larder.prefill.base import Progress
 from larder.training.corpus import CorpusSplit
-from larder.training.label_pass import STATES
-from larder.training.labels import LabelFile, Shard
+from larder.training.labels import STATES, LabelFile, Shard
 from larder.training.passage_method import PASSAGE_METHODS
 
 METHODS = Family("method", "larder.training.methods")

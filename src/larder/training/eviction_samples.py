@@ -1,4 +1,5 @@
-"""Layers of a passage in which entries are evicted: what compensations of eviction are trained on.
+"""Layers of a passage in which entries are evicted, and the base of methods that are trained on
+them.
 
     context               new tokens
     [ keys, values ... ]  [ queries, keys, values ]
@@ -11,6 +12,7 @@ the context's own queries.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -20,6 +22,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from larder.core.errors import ModelError
+from larder.core.family import public_name
+from larder.core.progress import Progress, no_progress
 from larder.core.spec import LayerSpec, ModelSpec
 from larder.models.attention_backend import AttentionInputs, CausalAttention
 from larder.models.decoder import Decoder
@@ -27,8 +31,9 @@ from larder.models.introspection import weight_inputs
 from larder.models.learned_weights import LayerTensors
 from larder.ops.attention import cap_logits, causal_attention, merge_attention, ragged_attention
 from larder.ops.topk import top_masks
-from larder.prefill.base import Progress
-from larder.training.corpus import CorpusSplit, Passage
+from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+from larder.training.corpus import Corpus, CorpusSplit, Passage
+from larder.training.passage_method import PassageLimits, PassageMethod
 
 NEW_TOKENS = 128  # of a passage that attend to its context
 LEAST_TOKENS = 2 * NEW_TOKENS + 1  # of a passage; shorter ones are left out
@@ -36,7 +41,6 @@ MOST_TOKENS = 896  # of a passage; what a longer one has behind them is left out
 SHARES = (0.25, 0.125)  # of entries that are kept
 LEAST_RATIO = 1e-9  # whose logarithm is taken
 RECENT = 0.5  # of the kept entries that are the latest ones
-
 Attended = tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]  # output and log-sum-exp
 
 
@@ -230,3 +234,43 @@ def _column_mass(
     later = torch.ones(logits.shape[2:], dtype=torch.bool).triu(1)
     visible = cap_logits(logits, layer.softcap).masked_fill(later, -torch.inf)
     return visible.softmax(-1).sum((1, 2))
+
+
+class EvictionMethod(PassageMethod):
+    """Method whose layers are fitted alone, each to what H2O evicts of the passages."""
+
+    @abstractmethod
+    def fit_layer(
+        self, layer: LayerSpec, samples: EvictionSamples, source: torch.Generator
+    ) -> LayerTensors:
+        """Tensors of one layer."""
+
+    @abstractmethod
+    def error_ratio(self, samples: EvictionSamples, tensors: LayerTensors, share: float) -> float:
+        """Error of a layer over that of eviction alone, with a share of the entries."""
+
+    def passages(
+        self, corpus: Corpus, adapter: TokenizerAdapter, limits: PassageLimits
+    ) -> dict[CorpusSplit, list[Passage]]:
+        return long_passages(super().passages(corpus, adapter, limits))
+
+    def fit(
+        self, decoder: Decoder, passages: Sequence[Passage], seed: int, progress: Progress
+    ) -> list[LayerTensors]:
+        check_evictable(decoder.spec, public_name(type(self)))
+        layers = decoder.spec.managed
+        total = len(passages) + len(layers)
+        found = sample_evictions(decoder, passages, lambda done, _: progress(done, total))
+        trained = list[LayerTensors]()
+        for layer, tensors in zip(layers, found, strict=True):
+            source = torch.Generator().manual_seed(seed * 1000 + layer.index)
+            trained.append(self.fit_layer(layer, tensors, source))
+            progress(len(passages) + len(trained), total)
+        return trained
+
+    def test(
+        self, decoder: Decoder, layers: Sequence[LayerTensors], passages: Sequence[Passage]
+    ) -> dict[str, float]:
+        """Errors of the layers over those of eviction alone, as of `error_ratio`."""
+        found = sample_evictions(decoder, passages, no_progress)
+        return share_metrics(self.error_ratio, found, layers)

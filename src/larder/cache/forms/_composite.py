@@ -14,8 +14,8 @@ from larder.cache.forms.ragged import RaggedLayer
 from larder.cache.memory_usage import ForkFamily, TensorOwner
 from larder.cache.new_tokens import NewTokens
 from larder.cache.spec import LayerOptions
-from larder.core.ledger import LOG_COUNT
 from larder.core.observation import Entries
+from larder.core.part import LOG_COUNT
 from larder.core.plan import Plan
 from larder.core.spec import POSITION_BYTES, LayerSpec
 from larder.core.types import Keys, Positions, Queries, Values

@@ -17,8 +17,8 @@ from torch import Tensor
 from larder.cache.merged_entries import MergedEntries, merge_by_index, no_merges
 from larder.cache.quantized_tier import EncodingBatch, QuantizedTier, concat_tiers, encode_tier
 from larder.cache.row_updates import HEAD_STRIDE, InsertedEntries
-from larder.core.ledger import Ledger
 from larder.core.observation import Entries
+from larder.core.part import Ledger
 from larder.core.plan import Plan
 from larder.core.types import empty_tensor
 from larder.ops.packing import is_in_sorted, search_sorted, storage_rows

@@ -16,7 +16,7 @@ from larder.cache.entry_columns import EntryColumns
 from larder.cache.forms.base import CacheLayer
 from larder.cache.shared_storage import SegmentedLayer
 from larder.cache.spec import LayerOptions
-from larder.core.ledger import LOG_COUNT
+from larder.core.part import LOG_COUNT
 from larder.core.plan import StepMerging, StepRule, StepSpreading
 from larder.core.spec import LayerSpec
 from larder.ops.cpu.decode_attention import EvictionStorage, StepStorage

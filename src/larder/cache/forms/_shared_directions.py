@@ -25,7 +25,7 @@ from larder.cache.quantized_tier import (
 from larder.cache.row_updates import HEAD_STRIDE
 from larder.cache.spec import with_prefix
 from larder.core.codec import Codec
-from larder.core.ledger import Ledger
+from larder.core.part import Ledger
 
 CODED = "coded."  # prefix of the names of quantized directions
 Sides = tuple[Float[Tensor, "N D"], Float[Tensor, "N D"]]

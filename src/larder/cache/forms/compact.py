@@ -30,8 +30,8 @@ from larder.cache.new_tokens import NewTokens
 from larder.cache.spec import LayerOptions
 from larder.cache.validation import check_counts
 from larder.core.errors import CacheError
-from larder.core.ledger import LOG_COUNT
 from larder.core.observation import Entries
+from larder.core.part import LOG_COUNT
 from larder.core.plan import Folds, Plan
 from larder.core.spec import POSITION_BYTES, LayerSpec
 from larder.core.types import Keys, Positions, Values

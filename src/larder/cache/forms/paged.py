@@ -28,8 +28,8 @@ from larder.cache.page_arena import PageArena
 from larder.cache.spec import CacheSpec
 from larder.cache.validation import check_counts, check_dtypes, check_kept, check_single_precision
 from larder.core.errors import CacheError
-from larder.core.ledger import Ledger
 from larder.core.observation import Entries
+from larder.core.part import Ledger
 from larder.core.plan import Plan
 from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.types import Keys, Positions, Queries, Values

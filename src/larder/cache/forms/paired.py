@@ -27,10 +27,13 @@ from jaxtyping import Bool, Float, Int8, Int64
 from torch import Tensor
 
 from larder.cache.entry_columns import check_columns
-from larder.cache.forms._shared_entries import LOWER, UPPER, SharedEntries, angles
-from larder.cache.forms._sharing_requests import (
+from larder.cache.forms._shared_entries import (
+    LOWER,
+    UPPER,
     PairedOrder,
+    SharedEntries,
     SharingRequest,
+    angles,
     requested_by_both,
     sharing_candidates,
     similar_directions,

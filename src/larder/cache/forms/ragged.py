@@ -42,8 +42,8 @@ from larder.cache.validation import (
     check_merges_whole,
     check_single_precision,
 )
-from larder.core.ledger import Ledger
 from larder.core.observation import Entries
+from larder.core.part import Ledger
 from larder.core.plan import Plan
 from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.types import Keys, Mode, Positions, Values

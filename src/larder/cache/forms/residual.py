@@ -22,12 +22,11 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from larder.cache.aqua_tables import AquaPredictions
 from larder.cache.entry_columns import check_columns
 from larder.cache.forms._composite import MixedLayer
 from larder.cache.forms.base import AttentionCall, CacheLayer
 from larder.cache.predictive import by_head, side_by_side
-from larder.cache.residual_tier import DecodedTokens, ResidualCoder, ResidualTier
+from larder.cache.residual_tier import AquaPredictions, DecodedTokens, ResidualCoder, ResidualTier
 from larder.cache.spec import CacheSpec, LayerOptions, saved_spec_text, text_tensor
 from larder.cache.validation import check_kept, check_single_precision, tokens_kept
 from larder.core.codec import ResidualSpec

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib.resources import as_file, files
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,16 +13,93 @@ import typer
 from larder.cli.console import format_bytes, format_seconds, make_table, results_console
 from larder.cli.errors import INTERRUPTED_EXIT_CODE, SCHEMA, print_document
 from larder.cli.options import ModelOptions, OutputOptions, command
+from larder.core.conversation import Conversation, Question
 from larder.engine.progress_bar import progress_bar
+from larder.session.files.loader import read_conversation
 
 if TYPE_CHECKING:
-    from larder.cli.demo.demonstration import Demonstration
     from larder.cli.question_run import QuestionRun
     from larder.core.conversation import Conversation
     from larder.engine.engine import Engine
 
 FULL = "full"
 MAX_NEW_TOKENS = 32  # the answers are names, dates and numbers
+CONVERSATION_MODEL = "seed"
+DOCUMENT_MODEL = "smollm2"
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """A bundled text and the policies that read it.
+
+    Args:
+        file: its name in the package.
+        text: what it is, for the introduction.
+        policies: spellings of the policies with a budget, by their names in the table.
+        budget_divisor: the default budget is the context divided by this.
+        questions: with their answers; empty if the file has them.
+    """
+
+    file: str
+    text: str
+    policies: Mapping[str, str]
+    budget_divisor: int
+    questions: tuple[Question, ...] = ()
+
+    @property
+    def conversation(self) -> Conversation:
+        """The text, with its questions."""
+        with as_file(files("larder.cli.demo") / self.file) as path:
+            found = read_conversation(path)
+        return replace(found, questions=self.questions) if self.questions else found
+
+
+CONVERSATION = Demonstration(
+    file="conversation.json",
+    text="a life-log",
+    policies={
+        "streaming_llm": "streaming_llm",
+        "snapkv_blockwise": "snapkv_blockwise",
+        "kvzip_blockwise": "kvzip_blockwise",
+        "epicache": "epicache",
+    },
+    budget_divisor=6,
+)
+
+
+DOCUMENT = Demonstration(
+    file="field_station.md",
+    text="the handbook of a field station",
+    policies={
+        "icecache": "icecache",
+        "kvzip:int4": "whole() > reconstruct() > global() > quantized(bits=4)",
+        "epicache_pooled": "epicache_pooled",
+        "streaming_llm": "streaming_llm",
+        "snapkv": "snapkv",
+    },
+    budget_divisor=4,
+    questions=(
+        Question("What is the code of the door?", "4718"),
+        Question("How many beds are there?", "11 beds"),
+        Question("Where are the spare filters kept?", "blue cupboard"),
+        Question("What is the customer number of the gas tank?", "20561"),
+        Question("What is the name of the boat?", "Margaret"),
+        Question("In which year do the measurements begin?", "1937"),
+        Question("What is the password of the computer?", "heron88"),
+        Question("How deep is the deepest place of the lake?", "63 met"),
+        Question("What is the address of the laboratory?", "27 Mill Lane"),
+        Question("What is the name of the goat?", "Bishop"),
+        Question("On which channel does the radio reach the mountain rescue?", "channel 16"),
+        Question("What is the telephone number of the doctor?", "55302"),
+        Question("How much is the fee for each night?", "14 pounds"),
+        Question("How many days does the battery on the island last?", "40 days"),
+    ),
+)
+
+
+def demonstration(model: str) -> Demonstration:
+    """The conversation for the bundled model, which was trained on such; else the document."""
+    return CONVERSATION if model == CONVERSATION_MODEL else DOCUMENT
 
 
 @command
@@ -47,7 +126,6 @@ def demo(
     SmolLM2, or another model, reads a document; the bundled model, seed, a conversation. Nothing
     is downloaded for these two, and it takes one to three minutes.
     """
-    from larder.cli.demo.demonstration import demonstration
     from larder.cli.question_run import open_engine
     from larder.core.memory_budget import MemoryBudget
 
@@ -70,7 +148,6 @@ def demo(
 
 def _default_model() -> str:
     """SmolLM2 where its package is installed, else the bundled model and a line that says so."""
-    from larder.cli.demo.demonstration import CONVERSATION_MODEL, DOCUMENT_MODEL
     from larder.models.model_packages import PACKAGED_MODELS
 
     packaged = PACKAGED_MODELS[DOCUMENT_MODEL]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from larder.models.measurements._repeated_text import RepeatedText
+from larder.models.measurements._attention_capture import RepeatedText
 
 
 @dataclass(frozen=True)

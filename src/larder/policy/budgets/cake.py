@@ -24,8 +24,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.core.arguments import require
-from larder.core.ledger import Ledger
 from larder.core.observation import LayerScores, Observation, Phase
+from larder.core.part import Ledger
 from larder.core.plan import Plan
 from larder.core.types import Packed
 from larder.ops.apportionment import apportion

@@ -42,8 +42,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.core.errors import BadParameter
-from larder.core.ledger import Ledger
 from larder.core.observation import LayerScores, Observation, Phase
+from larder.core.part import Ledger
 from larder.core.plan import Plan, StepQuota
 from larder.core.types import Packed, Variant
 from larder.ops.apportionment import apportion

@@ -32,8 +32,8 @@ import torch
 from jaxtyping import Bool
 
 from larder.core.errors import BadParameter
-from larder.core.ledger import Ledger
 from larder.core.observation import LayerScores
+from larder.core.part import Ledger
 from larder.core.plan import Plan
 from larder.core.types import Variant
 from larder.policy.budgets.base import Budget

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from larder.core.ledger import LOG_COUNT
 from larder.core.observation import Entries
+from larder.core.part import LOG_COUNT
 from larder.core.plan import Folds, Plan
 from larder.core.types import Packed, PackedMask
 from larder.ops.packing import heads_of_packed, mask_of, storage_rows, unmasked_indices

@@ -33,8 +33,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from larder.core.arguments import require
-from larder.core.ledger import Ledger
 from larder.core.observation import Entries, LayerScores, Phase
+from larder.core.part import Ledger
 from larder.core.plan import Folds, Plan, StepSpreading
 from larder.core.types import empty_tensor
 from larder.ops.entry_merge import spread_folds

@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from larder.core.arguments import require
-from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.observation import Entries, LayerScores
+from larder.core.part import LOG_COUNT, Ledger
 from larder.core.plan import Plan
 from larder.policy.compensation._token_merge import (
     Indices,

@@ -23,8 +23,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.observation import Entries, LayerScores, Phase
+from larder.core.part import LOG_COUNT, Ledger
 from larder.core.plan import Plan
 from larder.core.types import PackedMask, Variant
 from larder.policy.compensation._token_merge import (

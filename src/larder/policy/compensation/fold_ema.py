@@ -34,8 +34,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.core.arguments import require
-from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.observation import Entries, LayerScores
+from larder.core.part import LOG_COUNT, Ledger
 from larder.core.plan import Folds, Plan, StepMerging
 from larder.core.types import Variant
 from larder.ops.entry_merge import (

@@ -20,12 +20,13 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from larder.core.errors import ScoreError
 from larder.core.observation import Entries, LayerScores, Phase
 from larder.core.plan import Folds, Plan
-from larder.ops.slot_convolution import slot_weights
 from larder.policy.compensation._token_merge import Indices, kept_mask, rejected_rows
 from larder.policy.compensation.base import Compensation
 
@@ -87,3 +88,25 @@ def _head_folds(
 
 
 Part = Lococo
+
+
+def slot_weights(
+    keys: Float[Tensor, "K N D"],
+    values: Float[Tensor, "K N D"],
+    chosen: Int64[Tensor, "K S"],
+    kernel: Float[Tensor, "most E taps"],
+    bias: Float[Tensor, " most"],
+    gamma: Float[Tensor, ""],
+) -> Float[Tensor, "K S N"]:
+    """Weight of every entry in each slot: gamma of a softmax over entries, the rest of one of them.
+
+    Args:
+        keys, values: neighbors by order; the convolution reads both side by side.
+        chosen: entry that each slot was, ascending.
+        kernel, bias: a channel for each slot, of which the first are used.
+    """
+    count = chosen.shape[1]
+    inputs = torch.cat([keys, values], 2).transpose(1, 2).to(kernel.dtype)  # [K, E, N]
+    shares = F.conv1d(inputs, kernel[:count], bias[:count], padding="same").softmax(-1)
+    own = F.one_hot(chosen, keys.shape[1]).to(shares.dtype)
+    return own + gamma * (shares - own)

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 
 import torch
 
-from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.observation import Entries, LayerScores
+from larder.core.part import LOG_COUNT, Ledger
 from larder.core.plan import Plan
 from larder.policy.compensation._token_merge import (
     Indices,

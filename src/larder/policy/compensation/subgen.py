@@ -32,8 +32,8 @@ from torch import Tensor
 
 from larder.core.arguments import require
 from larder.core.errors import ScoreError
-from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.observation import Entries, LayerScores
+from larder.core.part import LOG_COUNT, Ledger
 from larder.core.plan import Folds, Plan
 from larder.core.types import Packed
 from larder.policy.compensation._token_merge import kept_mask, rejected_indices

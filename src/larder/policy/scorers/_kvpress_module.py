@@ -18,8 +18,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from larder.core.errors import ScoreError
-from larder.core.ledger import LOG_COUNT
 from larder.core.observation import Observation
+from larder.core.part import LOG_COUNT
 from larder.ops.attention import cap_logits, sink_logits, sinks_by_group
 from larder.ops.attention_weights import softmax_with_sinks
 from larder.ops.rope import rotate

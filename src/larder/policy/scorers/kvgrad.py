@@ -41,8 +41,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.core.arguments import require
-from larder.core.ledger import LOG_COUNT
 from larder.core.observation import Observation, Prompts, ScratchPrompt
+from larder.core.part import LOG_COUNT
 from larder.core.types import Packed, Variant
 from larder.ops.attention import cap_logits, sink_logits, sinks_by_group
 from larder.ops.attention_weights import softmax_with_sinks

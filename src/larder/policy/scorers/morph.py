@@ -21,8 +21,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.core.arguments import require
-from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.observation import LatestQueries, Observation, Phase
+from larder.core.part import LOG_COUNT, Ledger
 from larder.core.types import Packed
 from larder.ops.attention import sink_logits
 from larder.ops.column_statistics import reduce_columns

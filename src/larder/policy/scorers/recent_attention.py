@@ -13,8 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from larder.core.arguments import require
-from larder.core.ledger import Ledger
 from larder.core.observation import LatestQueries, Observation
+from larder.core.part import Ledger
 from larder.policy.attention_reduction import ObservationWindow
 from larder.policy.protect import ProtectedTokens
 from larder.policy.scorers.base import AttentionScorer

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from larder.policy.scorers._retention import RetentionScorer
+from larder.policy.scorers.global_retention import RetentionScorer
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from larder.core.ledger import LOG_COUNT
 from larder.core.observation import Observation
+from larder.core.part import LOG_COUNT
 from larder.ops.attention import sink_logits, sinks_by_group
 from larder.ops.attention_weights import attention_weights, weights_from_logits
 from larder.ops.column_statistics import GroupReduction, reduce_columns

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from larder.core.part import PolicyPart
 from larder.core.types import PackedMask
-from larder.policy.reduced_scorer import ReducedScorer
-from larder.policy.scorers.base import Scorer
+from larder.policy.scorers.base import ReducedScorer, Scorer
 
 
 @dataclass(frozen=True)

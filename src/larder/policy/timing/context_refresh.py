@@ -28,7 +28,7 @@ from torch import Tensor
 from larder.core.arguments import require
 from larder.core.errors import BadParameter, SpellingError, UnknownName
 from larder.core.types import PackedMask
-from larder.policy.reduced_scorer import ReducedScorer
+from larder.policy.scorers.base import ReducedScorer
 from larder.policy.timing.base import Growth, Timing, count_or_share
 
 EVEN = 1e-9  # 100 * 0.29 is a little less than 29

@@ -23,8 +23,7 @@ from larder.core.arguments import require
 from larder.core.observation import Observation
 from larder.core.types import Packed
 from larder.policy.attention_reduction import AttentionReduction, NoAggregation, NoHeadRule
-from larder.policy.reduced_scorer import ReducedScorer
-from larder.policy.scorers.base import Scorer
+from larder.policy.scorers.base import ReducedScorer, Scorer
 from larder.policy.timing.base import Timing
 
 NEWEST = float(1 << 23)  # above any index; whole numbers are exact in float32 up to twice that

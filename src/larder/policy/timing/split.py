@@ -34,7 +34,7 @@ from torch import Tensor
 from larder.core.arguments import require
 from larder.core.errors import BadParameter, SpellingError, UnknownName
 from larder.core.types import PackedMask
-from larder.policy.reduced_scorer import ReducedScorer
+from larder.policy.scorers.base import ReducedScorer
 from larder.policy.timing.base import Timing, count_or_share
 
 EVERY_TOKENS = 15  # where neither `every` nor `expected` is given, as in the released code

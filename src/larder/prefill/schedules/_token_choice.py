@@ -22,7 +22,7 @@ from larder.ops.packing import mask_outside
 from larder.ops.topk import top_mask
 from larder.policy.budgets.unlimited import WITHOUT_LIMIT
 from larder.policy.planner import Planner
-from larder.policy.reduced_scorer import ReducedScorer
+from larder.policy.scorers.base import ReducedScorer
 from larder.prefill.base import Schedule, Steps
 from larder.prefill.reader import PrefillReader, PrefillSequence
 

@@ -31,7 +31,7 @@ from larder.core.errors import BadParameter
 from larder.core.observation import Observation
 from larder.core.types import Packed
 from larder.ops.pooling import running_max
-from larder.policy.reduced_scorer import ReducedScorer
+from larder.policy.scorers.base import ReducedScorer
 from larder.prefill.base import Schedule, Steps, split_blocks
 from larder.prefill.reader import PrefillReader, PrefillSequence
 from larder.prefill.schedules._token_choice import (

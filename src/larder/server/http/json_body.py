@@ -33,6 +33,7 @@ from larder.server.http.unknown_fields import (
     unknown_paths,
     without_nulls,
 )
+from larder.server.request import ApiError
 from larder.session.transcript.chat_template import has_mark
 
 Scalar = str | int | float | bool | None

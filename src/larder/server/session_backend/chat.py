@@ -21,9 +21,8 @@ from larder.server.admission import chat_turn_demand
 from larder.server.request_state import CacheLoad, PrefillProgress, RequestState
 from larder.server.serving_policy import ServingPolicy
 from larder.server.session_backend.base import SessionBackend
-from larder.server.session_backend.chat_prefill import ChatPrefill, PrefillSteps
+from larder.server.session_backend.chat_prefill import ChatPrefill, IdleRefresher, PrefillSteps
 from larder.server.session_backend.chat_snapshot import ChatCaches
-from larder.server.session_backend.idle_refresh import IdleRefresher
 from larder.server.session_state import SessionState
 from larder.server.tiers.device import DeviceReservations, MemoryDemand
 from larder.server.tiers.manager import TierManager

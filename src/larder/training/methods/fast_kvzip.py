@@ -21,7 +21,7 @@ from larder.core.errors import BadParameter
 from larder.core.spec import LayerSpec
 from larder.policy.providers.fast_kvzip import low_rank_gate
 from larder.training.base import LayerData, Method, fit_by_gradient
-from larder.training.label_pass import WEIGHT
+from larder.training.labels import WEIGHT
 from larder.training.methods._perceptron import shuffled_batches
 
 EDGE = 1e-6  # of predictions from 0 and 1, in the loss

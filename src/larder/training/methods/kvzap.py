@@ -14,8 +14,7 @@ from torch import Tensor
 from larder.core.arguments import require
 from larder.core.spec import LayerSpec
 from larder.training.base import LayerData, Method
-from larder.training.label_pass import PLUS
-from larder.training.methods._log_labels import log_labels
+from larder.training.labels import PLUS, log_labels
 
 
 @dataclass(frozen=True)

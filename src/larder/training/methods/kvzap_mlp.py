@@ -17,8 +17,7 @@ from larder.core.errors import BadParameter
 from larder.core.spec import LayerSpec
 from larder.policy.providers._layer_gates import perceptron_gate
 from larder.training.base import LayerData, Method, fit_by_gradient
-from larder.training.label_pass import PLUS
-from larder.training.methods._log_labels import log_labels
+from larder.training.labels import PLUS, log_labels
 from larder.training.methods._perceptron import (
     Standardization,
     first_tensors,

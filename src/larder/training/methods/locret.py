@@ -20,7 +20,7 @@ from larder.core.errors import BadParameter
 from larder.core.spec import LayerSpec
 from larder.policy.providers._layer_gates import perceptron_gate
 from larder.training.base import LayerData, Method, fit_by_gradient
-from larder.training.label_pass import LOGIT
+from larder.training.labels import LOGIT
 from larder.training.methods._perceptron import Standardization, first_tensors, unscaled
 
 

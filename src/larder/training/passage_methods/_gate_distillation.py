@@ -22,10 +22,16 @@ from larder.models.attention_backend import CausalAttention
 from larder.models.decoder import Decoder
 from larder.models.learned_weights import LayerTensors
 from larder.models.lm_head import LMHead
+from larder.policy.providers._layer_gates import FIRST
 from larder.policy.providers.base import PROVIDERS, GateProvider
 from larder.prefill.base import Progress
 from larder.training.corpus import Passage
-from larder.training.gated_attention import GatedAttention, LayerGate, layer_inputs
+from larder.training.gated_attention import (
+    DecayedAttention,
+    GatedAttention,
+    LayerGate,
+    layer_inputs,
+)
 from larder.training.methods._perceptron import Standardization
 from larder.training.passage_method import (
     PassageMethod,
@@ -37,7 +43,6 @@ from larder.training.passage_method import (
 SAMPLED_WINDOWS = 8  # that give mean and variance of the hidden states
 WARM_UP = 0.1  # share of the steps in which the learning rate rises
 COMPARED_EVERY = 2  # one next token of so many is compared with the model's own
-
 Attention = TypeVar("Attention", bound=GatedAttention)
 
 
@@ -198,3 +203,41 @@ def _on_device(layers: Sequence[LayerTensors], device: torch.device) -> list[dic
         for each in layer.values()
     }
     return [{name: moved[id(each)] for name, each in layer.items()} for layer in layers]
+
+
+@dataclass(frozen=True)
+class RetentionGates(GateDistillation[DecayedAttention]):
+    """Gates whose output is log beta.
+
+    Args:
+        bias: of a gate's logit before training.
+        capacity: M, the entries that a head may hold, as a share of a passage.
+        weight: of the hinge.
+    """
+
+    bias: float = 4.5
+    capacity: float = 0.125
+    weight: float = 2.0
+    first_maps = (FIRST,)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.capacity <= 1 or self.weight < 0:
+            name = public_name(type(self))
+            raise BadParameter(
+                f"{name} needs a capacity in (0, 1] and a weight of 0 or more, got {self}."
+            )
+
+    def attention(self, decoder: Decoder, gate: LayerGate) -> DecayedAttention:
+        return DecayedAttention(decoder, gate)
+
+    def measures(self, attention: DecayedAttention, tokens: int) -> dict[str, float]:
+        """Share of a passage that is held at its end, mean over heads."""
+        last = torch.cat([held[:, -1] for held in attention.held.values()])
+        return {"held": float(last.mean().detach()) / tokens}
+
+
+def excess(occupancy: Float[Tensor, "*N Q"], most: float) -> Float[Tensor, ""]:
+    """Mean over heads and queries of what is held beyond a capacity, as a share of the tokens."""
+    tokens = torch.arange(1, occupancy.shape[-1] + 1, device=occupancy.device)
+    return ((occupancy - most).clamp(min=0) / tokens).mean()

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.cache.aqua_tables import AquaPredictions
 from larder.cache.predictive import SIDES, Inputs, Layer, LinearPrediction
-from larder.cache.residual_tier import DecodedTokens, ResidualCoder
+from larder.cache.residual_tier import AquaPredictions, DecodedTokens, ResidualCoder
 from larder.core.arguments import require
 from larder.core.codec import ResidualSpec
 from larder.core.errors import ModelError

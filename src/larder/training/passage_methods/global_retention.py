@@ -18,7 +18,7 @@ from larder.policy.providers._layer_gates import FIRST
 from larder.policy.providers.global_retention import SHARED
 from larder.training.gated_attention import DecayedAttention
 from larder.training.methods._perceptron import first_tensors
-from larder.training.passage_methods._retention_gates import RetentionGates, excess
+from larder.training.passage_methods._gate_distillation import RetentionGates, excess
 
 
 @dataclass(frozen=True)

@@ -23,15 +23,20 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from larder.cache.low_rank_maps import LowRankMaps
+from larder.cache.forms.low_rank import LowRankMaps
 from larder.core.errors import BadParameter
 from larder.core.spec import LayerSpec
 from larder.models.learned_weights import LayerTensors
 from larder.ops.attention import merge_attention, ragged_attention
 from larder.ops.low_rank_attention import RANK, low_rank_attention, low_rank_state
 from larder.policy.compensation.less import Less
-from larder.training.eviction_samples import SHARES, Attended, EvictionSample, EvictionSamples
-from larder.training.passage_methods._eviction_base import EvictionMethod
+from larder.training.eviction_samples import (
+    SHARES,
+    Attended,
+    EvictionMethod,
+    EvictionSample,
+    EvictionSamples,
+)
 
 FLOAT_BYTES = 4  # of a number of an entry where the state takes 4 of them
 

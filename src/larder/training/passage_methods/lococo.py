@@ -22,11 +22,9 @@ from torch import Tensor
 from larder.core.errors import BadParameter
 from larder.core.spec import LayerSpec
 from larder.models.learned_weights import LayerTensors
-from larder.ops.slot_convolution import slot_weights
-from larder.policy.compensation.lococo import SLOT_SHARE
+from larder.policy.compensation.lococo import SLOT_SHARE, slot_weights
 from larder.policy.providers.lococo import SlotConvolution
-from larder.training.eviction_samples import SHARES, EvictionSample, EvictionSamples
-from larder.training.passage_methods._eviction_base import EvictionMethod
+from larder.training.eviction_samples import SHARES, EvictionMethod, EvictionSample, EvictionSamples
 
 
 @dataclass(frozen=True)

@@ -35,19 +35,37 @@ from larder.models.measurements._needles import NeedleSettings
 from larder.models.measurements.base import SampleText
 from larder.ops.attention import cap_logits
 from larder.ops.attention_weights import softmax_with_sinks
+from larder.policy.providers._soft_tokens import DOWN, EMBEDDINGS, UP
 from larder.policy.providers.lookahead_kv import SOFT_TOKENS, LookaheadTokens
 from larder.prefill.base import Progress
 from larder.session.prefill import common_prompts
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 from larder.training.corpus import Corpus, CorpusSplit, Passage
-from larder.training.label_pass import row_attention
+from larder.training.labels import row_attention
 from larder.training.passage_method import PassageLimits, PassageMethod
-from larder.training.passage_methods._soft_tokens import first_soft_tokens
 
 WINDOW = 32  # latest tokens of a prompt whose attention the learned tokens are compared with
 BEST = 64  # entries whose share of the answer's attention is measured
 HIDDEN = NeedleSettings(count=4, words=3)
 TINY = 1e-12
+
+
+def first_soft_tokens(
+    decoder: Decoder, count: int, rank: int, source: torch.Generator
+) -> list[dict[str, Tensor]]:
+    """Embeddings of `count` random tokens, and updates that change nothing, by managed layer."""
+    table = decoder.embedding_table().detach()
+    drawn = torch.randint(len(table), (count,), generator=source)
+    layers = list[dict[str, Tensor]]()
+    for linears in decoder.soft_prompts.modules.linears:
+        own = dict[str, Tensor]()
+        for name, linear in linears.items():
+            bound = 1 / math.sqrt(linear.in_features)
+            down = (2 * torch.rand(rank, linear.in_features, generator=source) - 1) * bound
+            own |= {f"{name}{DOWN}": down, f"{name}{UP}": torch.zeros(linear.out_features, rank)}
+        layers.append({name: each.to(table.device) for name, each in own.items()})
+    layers[0][EMBEDDINGS] = table[drawn.to(table.device)].float().clone()
+    return layers
 
 
 @dataclass(frozen=True)
@@ -270,5 +288,6 @@ def _question(passage: Passage, adapter: TokenizerAdapter) -> tuple[int, ...]:
 
 
 _KINDS = (_plain, _summary, _question)
+
 
 Part = LookaheadTraining

@@ -37,14 +37,14 @@ from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 from larder.training.cartridge import visible
 from larder.training.corpus import Corpus, CorpusSplit, Passage
 from larder.training.gated_attention import attention_under_mask
-from larder.training.label_pass import CHUNK_TOKENS, CopyPass, row_attention
+from larder.training.labels import CHUNK_TOKENS, CopyPass, row_attention
 from larder.training.passage_method import (
     PassageLimits,
     PassageMethod,
     differentiable_states,
     distillation_loss,
 )
-from larder.training.passage_methods._soft_tokens import first_soft_tokens
+from larder.training.passage_methods.lookahead_kv import first_soft_tokens
 
 FOLLOWING = 48  # tokens behind a text, and of a recited part, whose predictions are compared
 CUE_TOKENS = 16  # of a recited part, which are given
