@@ -100,16 +100,29 @@ def restore_chat_state(
     return ChatState(memory, log, refreshes, opened, uncut)
 
 
-def _parsed_record(data: bytes | None) -> dict[str, Any]:
+def parse_chat_record(data: bytes | None, schema: int, subject: str) -> dict[str, Any]:
+    """JSON object of a schema, as it is kept beside the caches of a chat.
+
+    Args:
+        subject: what the data is, for errors.
+
+    Raises:
+        Damaged: the data is none, no JSON, or of another schema.
+    """
     try:
-        known = json.loads(data or b"")
+        record = json.loads(data or b"")
     except (ValueError, RecursionError) as error:
-        raise Damaged("The saved state of the chat is not JSON.") from error
-    if not isinstance(known, dict) or known.get("schema") != SCHEMA:
-        raise Damaged(f"The saved state of the chat is not of schema {SCHEMA}.")
-    if type(known.get("turns")) is not int or known["turns"] < 0:
+        raise Damaged(f"{subject} is not JSON: discard it.") from error
+    if not isinstance(record, dict) or record.get("schema") != schema:
+        raise Damaged(f"{subject} is not of schema {schema}: discard it.")
+    return record
+
+
+def _parsed_record(data: bytes | None) -> dict[str, Any]:
+    record = parse_chat_record(data, SCHEMA, "The saved state of the chat")
+    if type(record.get("turns")) is not int or record["turns"] < 0:
         raise Damaged("The saved state of the chat does not give the number of its turns.")
-    return known
+    return record
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from larder.cache.sequence import SequenceCache
 from larder.core.conversation import Conversation, Message
@@ -20,7 +19,7 @@ from larder.server.session_state import SessionState
 from larder.server.transcript import CompletedTurn, PositionMap, PositionMaps
 from larder.session.caches import SessionCaches
 from larder.session.chat_cache import ChatCache
-from larder.session.chat_state import chat_state_record, restore_chat_state
+from larder.session.chat_state import chat_state_record, parse_chat_record, restore_chat_state
 from larder.session.episodes.routing import Router
 from larder.session.transcript.chat_log import ChatLog, ChatTurn
 from larder.session.transcript.chat_template import VARIABLES_ROLE
@@ -118,7 +117,8 @@ def restore_chat(
         Damaged: caches and record do not match the transcript; the session is unchanged.
     """
     residency = session.residency
-    decoded, serving = _parsed(chat_state), session.serving
+    decoded = parse_chat_record(chat_state, SCHEMA, "The chat state beside the caches")
+    serving = session.serving
     try:
         base, episode = int(decoded["base"]), int(decoded["episode"])
         position_maps = PositionMaps(
@@ -139,16 +139,6 @@ def restore_chat(
     residency.resident_caches = ChatCaches(ChatCache(serving.runtime, state))
     residency.rebuilt_turns, residency.episode = base, episode
     residency.position_maps = position_maps
-
-
-def _parsed(chat_state: bytes | None) -> Mapping[str, Any]:
-    try:
-        decoded = json.loads(chat_state or b"")
-    except (ValueError, RecursionError) as error:
-        raise Damaged("The chat state beside the caches is not JSON: discard it.") from error
-    if not isinstance(decoded, dict) or decoded.get("schema") != SCHEMA:
-        raise Damaged(f"The chat state beside the caches is not of schema {SCHEMA}: discard it.")
-    return decoded
 
 
 def _position_map(starts: Sequence[int], texts: Sequence[int]) -> PositionMap:
