@@ -41,7 +41,7 @@ from larder.cli.batch_contexts import BatchContexts, batch_contexts
 from larder.core import Conversation, Question
 from larder.engine import BatchRequest, Engine, prefix_tree
 from larder.evaluation import string_match
-from larder.server import ContextOrders, arranged, chunk_id
+from larder.server import ContextOrders, chunk_id, ordered_texts
 from larder.session import TemplateMessage, TokenizerAdapter
 from larder.store import ByteLedger
 from larder_bench.datasets.sources import TaskSources
@@ -164,7 +164,7 @@ def one_by_one(requests: Sequence[ContextRequest]) -> list[BatchContexts]:
         texts = {chunk_id(text): text for text in request.contexts}
         order = orders.shared("", {name: len(text) for name, text in texts.items()})
         orders.add("", order)
-        found.append(BatchContexts(arranged(texts, order)))
+        found.append(BatchContexts(ordered_texts(texts, order)))
     return found
 
 

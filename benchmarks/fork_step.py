@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import torch
 
-from larder.cache import SequenceCache, held_nbytes
+from larder.cache import SequenceCache, unique_nbytes
 from larder.core import Mode
 from larder.models import BatchSegment, Decoder, load
 from larder_bench.profiling.synthetic_cache import random_cache
@@ -44,7 +44,7 @@ def cpu_seconds(action: Callable[[], object]) -> float:
 def held_bytes(caches: list[SequenceCache]) -> int:
     """Bytes of caches, what several of them hold counted once."""
     if caches[0].spec.arena is None:
-        return held_nbytes(caches)
+        return unique_nbytes(caches)
     held = 0
     for leases in zip(*(cache.page_leases() for cache in caches), strict=True):
         held += len({page for lease in leases for page in lease.pages}) * leases[0].pool.page_bytes

@@ -23,7 +23,7 @@ def some_ids(count: int, vocabulary: int = 128, seed: int = 0) -> tuple[int, ...
 
 
 @torch.no_grad()
-def own_logits(module: Any, ids: Sequence[int]) -> Tensor:
+def native_logits(module: Any, ids: Sequence[int]) -> Tensor:
     """Logits [Q, V] of a transformers model on its own attention."""
     return module(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0].float()
 

@@ -22,7 +22,7 @@ from larder.models import (
     squared_errors,
     wrap_model,
 )
-from model_runs import own_logits, read_on, some_ids
+from model_runs import native_logits, read_on, some_ids
 
 READ, STEPS, BLOCK, NEAR = 40, 4, 9, 5  # tokens
 IDS = some_ids(READ + STEPS)
@@ -39,7 +39,7 @@ LOSSLESS: dict[str, dict[str, Any]] = {
 def models(name: str) -> tuple[Decoder, torch.Tensor]:
     """Decoder, and the logits of the model alone."""
     family = next(row for row in families() if row.name == name)
-    expected = own_logits(family.model(), IDS)
+    expected = native_logits(family.model(), IDS)
     return wrap_model(family.model()), expected
 
 

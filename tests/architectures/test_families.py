@@ -17,7 +17,7 @@ from covering import one_in
 from larder.core import POSITION_BYTES, ModelError
 from larder.interop import LarderCache
 from larder.models import wrap_model
-from model_runs import own_logits, some_ids
+from model_runs import native_logits, some_ids
 from tensor_memory import peak_bytes
 
 TOLERANCE = 1e-4  # float32, on logits whose spread is 0.5 or more
@@ -51,7 +51,7 @@ def generated(model: Any, prompt: Tensor, steps: int = STEPS) -> list[int]:
 @torch.no_grad()
 def test_logits_under_a_full_cache_equal_the_model(family: Family) -> None:
     model, ids = model_of(family), some_prompt(PROMPT + STEPS)
-    expected, cache = own_logits(model, ids[0].tolist()), LarderCache(model, "full")
+    expected, cache = native_logits(model, ids[0].tolist()), LarderCache(model, "full")
     parts = [ids[:, :PROMPT], *ids[:, PROMPT:].split(1, dim=1)]
     got = torch.cat([model(part, past_key_values=cache).logits[0].float() for part in parts])
     assert expected.std() > 0.5

@@ -13,7 +13,7 @@ from larder.cache import SequenceCache
 from larder.core import InputError
 from larder.interop import LarderCache
 from larder.models import wrap_model
-from model_runs import own_logits, read_on, some_ids
+from model_runs import native_logits, read_on, some_ids
 
 LIMIT = 128  # tokens, of the family's tiny configuration
 IDS = some_ids(LIMIT + 1)
@@ -26,8 +26,8 @@ def tiny_phi3() -> Any:
 
 def test_logits_up_to_the_rope_limit_equal_the_model_and_later_tokens_are_refused() -> None:
     model = tiny_phi3()
-    own_logits(model, IDS)  # sets the frequencies of longer texts
-    expected = own_logits(model, IDS[:LIMIT])
+    native_logits(model, IDS)  # sets the frequencies of longer texts
+    expected = native_logits(model, IDS[:LIMIT])
     with wrap_model(model) as decoder:
         held = SequenceCache(decoder.spec, "ragged")
         got = read_on(decoder, held, IDS[:LIMIT], 40)
@@ -35,7 +35,7 @@ def test_logits_up_to_the_rope_limit_equal_the_model_and_later_tokens_are_refuse
         with pytest.raises(InputError, match=MESSAGE):
             read_on(decoder, held, IDS[LIMIT:], 1)
         assert held.next_position == LIMIT
-    longer = own_logits(model, IDS)[:LIMIT]
+    longer = native_logits(model, IDS)[:LIMIT]
     assert (longer - expected).abs().max() > 0.1
 
 

@@ -11,7 +11,14 @@ import torch
 
 from builders import a_layer, a_plan, a_spec, draw, layer_options, parking_of
 from cache_stores import append, assert_close, assert_holds, attend, extend, same
-from larder.cache import DenseLayer, PageArena, PagedLayer, RaggedLayer, SequenceCache, held_nbytes
+from larder.cache import (
+    DenseLayer,
+    PageArena,
+    PagedLayer,
+    RaggedLayer,
+    SequenceCache,
+    unique_nbytes,
+)
 from larder.core import CacheError, Folds, LayerSpec, Ledger, Plan
 from larder.ops import AttentionBackend
 from references.cache.ragged import RaggedLoop
@@ -194,9 +201,9 @@ def test_pages_of_forks_count_once() -> None:
     cache = SequenceCache(replace(a_spec(layer), arena=an_arena(layer)), "ragged")
     extend(cache.layers[0], draw(layer, 10))
     fork = cache.fork()
-    assert held_nbytes([cache, fork]) == cache.nbytes == fork.nbytes > 0
+    assert unique_nbytes([cache, fork]) == cache.nbytes == fork.nbytes > 0
     extend(fork.layers[0], draw(layer, 1, 10))
-    assert cache.nbytes < held_nbytes([cache, fork]) < cache.nbytes + fork.nbytes
+    assert cache.nbytes < unique_nbytes([cache, fork]) < cache.nbytes + fork.nbytes
 
 
 def test_merge_equals_that_of_a_ragged_layer() -> None:

@@ -26,7 +26,7 @@ from larder.cache import (
     SequenceCache,
     SlidingWindowLayer,
     TransformLayer,
-    held_nbytes,
+    unique_nbytes,
 )
 from larder.core import LOG_COUNT, Codec, Ledger, Mode, RecomputeSpec
 from larder.ops import StepWork, c_library
@@ -226,11 +226,11 @@ def test_shared_bytes_of_forks_are_counted_once(form) -> None:
     cache.advance(200)
     forks = [cache.fork() for _ in range(3)]
     family = [cache, *forks]
-    assert held_nbytes(family) == storage_bytes(reachable_tensors(family))
-    assert held_nbytes(family) - cache.nbytes < 1000
+    assert unique_nbytes(family) == storage_bytes(reachable_tensors(family))
+    assert unique_nbytes(family) - cache.nbytes < 1000
     forks[0].truncate(150)
     forks[1].reserve(4)
-    assert held_nbytes(family) == storage_bytes(reachable_tensors(family))
+    assert unique_nbytes(family) == storage_bytes(reachable_tensors(family))
     assert all(each.shared_device_nbytes == each.shared_nbytes > 0 for each in forks)
 
 

@@ -6,7 +6,7 @@ from weakref import ref
 
 import torch
 
-from larder.cache import MOST_TIERS, kept_call
+from larder.cache import MOST_TIERS, cached_call
 from larder.ops.cpu import transform_attention
 
 OPTIONS = (0.5, torch.bfloat16, None)
@@ -19,7 +19,7 @@ def some_call(blocks: int) -> transform_attention.CodedEntriesCall:
 
 def kept_blocks(own: list[torch.Tensor], options: tuple[object, ...], blocks: int) -> int:
     """Blocks of the call that is kept, or of a new one with so many."""
-    return kept_call(own, options, lambda: some_call(blocks)).fields.num_blocks
+    return cached_call(own, options, lambda: some_call(blocks)).fields.num_blocks
 
 
 def tensors(count: int = 2) -> list[torch.Tensor]:
@@ -28,8 +28,8 @@ def tensors(count: int = 2) -> list[torch.Tensor]:
 
 def test_call_is_made_once_for_the_same_tensors_and_options() -> None:
     own = tensors()
-    first = kept_call(own, OPTIONS, lambda: some_call(1))
-    assert kept_call(own, OPTIONS, lambda: some_call(2)) is first
+    first = cached_call(own, OPTIONS, lambda: some_call(1))
+    assert cached_call(own, OPTIONS, lambda: some_call(2)) is first
     assert kept_blocks(own, (0.25, *OPTIONS[1:]), 3) == 3
     assert kept_blocks(own, (0.25, torch.float32, None), 4) == 4
     assert kept_blocks(own, (0.25, torch.float32, 0), 5) == 5

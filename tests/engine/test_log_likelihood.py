@@ -23,7 +23,7 @@ from larder.engine import (
 from larder.models import BatchSegment
 from larder.prefill import PeakMemoryMeter, PrefillSequence
 from larder.session import block_tokens, common_prompts, empty_cache, prefill_reader, resolve_budget
-from model_runs import cuts, own_logits, some_ids
+from model_runs import cuts, native_logits, some_ids
 from server_core import characters
 from tiny_models import tiny
 
@@ -87,12 +87,12 @@ def test_full_cache_scores_equal_the_model(
     engine_of: Callable[..., Engine], architecture: str
 ) -> None:
     engine = engine_of("full", architecture)
-    logits = own_logits(engine.loaded.decoder.module, CONTEXT)
+    logits = native_logits(engine.loaded.decoder.module, CONTEXT)
     greedy = int(logits[-1].argmax())
     requests = [*REQUESTS, ContinuationRequest(CONTEXT, ((greedy,),))]
     for request, scored in zip(requests, scorer(engine).score_continuations(requests), strict=True):
         for tokens, score in zip(request.continuations, scored.scores, strict=True):
-            logits = own_logits(engine.loaded.decoder.module, request.context + tokens)
+            logits = native_logits(engine.loaded.decoder.module, request.context + tokens)
             start = len(request.context) - 1
             assert_close(score, expected_score(logits[start:-1], tokens))
     assert scored.scores[0].is_greedy
@@ -125,7 +125,7 @@ def test_text_scores_of_a_full_cache_equal_the_model(
     engine = engine_of("full", architecture)
     for num_scored in (69, 20):
         got = scorer(engine).score_text(CONTEXT, num_scored)
-        logits = own_logits(engine.loaded.decoder.module, CONTEXT)[-num_scored - 1 : -1]
+        logits = native_logits(engine.loaded.decoder.module, CONTEXT)[-num_scored - 1 : -1]
         assert_close(got.scores[0], expected_score(logits, CONTEXT[-num_scored:]))
 
 

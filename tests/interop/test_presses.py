@@ -22,7 +22,7 @@ from interop.fake_presses import (
     left_by,
 )
 from larder.core import ScoreError, UsageError
-from larder.interop import LarderCache, entry_digests, found_indices
+from larder.interop import LarderCache, entry_digests, matched_indices
 from larder.session import Policy
 from model_runs import some_ids
 from tiny_models import tiny
@@ -172,11 +172,11 @@ def test_press_that_fails_leaves_the_cache_empty(
 def test_duplicate_entries_are_matched_in_order() -> None:
     keys = torch.tensor([[[1.0], [2.0], [1.0], [3.0], [1.0]]])
     digests = entry_digests(keys, keys)
-    positions, is_found = found_indices(digests, digests[:, [3, 2, 0]])
+    positions, is_found = matched_indices(digests, digests[:, [3, 2, 0]])
     assert positions.tolist() == [[3, 0, 2]]
     assert is_found.all()
     other = entry_digests(keys[:, :1], keys[:, 1:2])
-    assert not found_indices(digests, other)[1].any()
+    assert not matched_indices(digests, other)[1].any()
 
 
 def guide_rows() -> dict[str, str]:

@@ -11,7 +11,7 @@ import torch
 from larder.cache import SequenceCache
 from larder.core import Mode
 from larder.models import BatchSegment, Decoder, forward_hooks
-from model_runs import own_logits, some_ids
+from model_runs import native_logits, some_ids
 from tiny_models import tiny
 
 
@@ -21,12 +21,12 @@ def test_models_sharing_a_config_are_switched_separately() -> None:
     for part in other.modules():
         if "config" in vars(part):
             part.config = shared
-    expected = own_logits(other, some_ids(9))
+    expected = native_logits(other, some_ids(9))
     with Decoder(one):
         assert one.config._attn_implementation == "larder"
         assert one.model.config is one.config is one.model.layers[0].self_attn.config
         assert other.config is shared and shared._attn_implementation != "larder"
-        assert torch.equal(own_logits(other, some_ids(9)), expected)
+        assert torch.equal(native_logits(other, some_ids(9)), expected)
         with Decoder(other) as second:
             assert second.spec.layers == Decoder(tiny("gemma3")).spec.layers
     assert all(vars(part).get("config", shared) is shared for part in one.modules())

@@ -11,7 +11,7 @@ from builders import FORM_NAMES, tiers_of
 from covering import covering
 from larder.cache import SequenceCache
 from larder.models import load, wrap_model
-from model_runs import own_logits, read_on, some_ids
+from model_runs import native_logits, read_on, some_ids
 from tiny_models import ARCHITECTURES, tiny
 
 TOLERANCE = 1e-4  # float32, on logits whose spread is about 1 to 3
@@ -39,7 +39,7 @@ def through_larder(decoder, form: str, ids, block: int) -> torch.Tensor:
 )
 def test_blocks_and_decoding_equal_the_model(architecture, kv_heads, form, adopted, own) -> None:
     ids = some_ids(READ + DECODED)
-    expected = own_logits(own(architecture, kv_heads=kv_heads), ids)
+    expected = native_logits(own(architecture, kv_heads=kv_heads), ids)
     got = through_larder(adopted(architecture, kv_heads), form, ids, BLOCK_OF_FORM[form])
     assert expected.std() > 0.5
     assert (got - expected).abs().max() < TOLERANCE
@@ -50,13 +50,13 @@ def test_blocks_of_any_size_equal_the_model(read, form, adopted, own) -> None:
     ids, (architecture, block) = some_ids(READ), read
     cache = SequenceCache(adopted(architecture).spec, form, **tiers_of(form))
     got = read_on(adopted(architecture), cache, ids, block)
-    assert (got - own_logits(own(architecture), ids)).abs().max() < TOLERANCE
+    assert (got - native_logits(own(architecture), ids)).abs().max() < TOLERANCE
 
 
 @pytest.mark.parametrize("architecture, form", covering(ARCHITECTURES, FORM_NAMES))
 def test_bfloat16_stays_within_its_rounding(architecture, form, adopted, own) -> None:
     ids = some_ids(READ + DECODED)
-    expected = own_logits(own(architecture, dtype=torch.bfloat16), ids)
+    expected = native_logits(own(architecture, dtype=torch.bfloat16), ids)
     got = through_larder(adopted(architecture, dtype=torch.bfloat16), form, ids, 16)
     assert (got - expected).abs().max() < LOW_TOLERANCE * expected.std()
 
@@ -68,7 +68,7 @@ def test_seed_model_is_exact(form, block) -> None:
     ids = some_ids(READ + DECODED, decoder.vocab_size)
     got = through_larder(decoder, form, ids, block)
     decoder.release()
-    assert (got - own_logits(decoder.module, ids)).abs().max() < TOLERANCE
+    assert (got - native_logits(decoder.module, ids)).abs().max() < TOLERANCE
 
 
 def test_seed_model_keeps_its_rope_base(seed_model) -> None:
@@ -87,7 +87,7 @@ def test_model_with_only_sliding_layers_is_exact() -> None:
     torch.manual_seed(1)
     module = MistralForCausalLM(config).eval()
     ids = some_ids(READ + DECODED)
-    expected = own_logits(module, ids)
+    expected = native_logits(module, ids)
     decoder = wrap_model(module)
     assert decoder.spec.managed == ()
     for form in FORM_NAMES:
@@ -97,7 +97,7 @@ def test_model_with_only_sliding_layers_is_exact() -> None:
 def test_query_heads_use_their_own_kv_head(adopted) -> None:
     """Head h belongs to kv head h // R: any other mapping is far from the model's logits."""
     decoder, ids = adopted("llama", 2), some_ids(30)
-    expected = own_logits(tiny("llama"), ids)
+    expected = native_logits(tiny("llama"), ids)
     cache = SequenceCache(decoder.spec, "ragged")
     plain = cache.attend
 

@@ -37,7 +37,7 @@ from larder.models import (
 )
 from larder.policy import ActivationProvider, select_providers
 from larder.store import join_chunks, slice_chunk, slice_rest
-from model_runs import own_logits, read_on, some_ids
+from model_runs import native_logits, read_on, some_ids
 
 TOLERANCE = 1e-4  # float32, on logits whose spread is 0.5 or more
 RANK, WIDTH = 24, 32  # of the registry: numbers of a latent, and of an entry
@@ -79,7 +79,7 @@ def test_latent_layer_spec(decoder: Decoder) -> None:
 def test_blocks_and_steps_equal_the_model(model: Any, decoder: Decoder, form: str) -> None:
     held = SequenceCache(decoder.spec, form)
     got = torch.cat([read_on(decoder, held, IDS[:30], 9), read_on(decoder, held, IDS[30:], 1)])
-    assert (got - own_logits(model, IDS)).abs().max() < TOLERANCE
+    assert (got - native_logits(model, IDS)).abs().max() < TOLERANCE
     held.compact()
     lengths = 2 * 8 if form == "ragged" else 0  # int64 start and length of the one head
     assert held.nbytes == len(decoder.spec.layers) * (len(IDS) * (WIDTH * 4 + 4) + lengths)
@@ -180,7 +180,7 @@ def test_adapted_projections_equal_the_model() -> None:
     model = family.model()
     for layer in model.model.layers:
         layer.self_attn.kv_b_proj.__class__ = AdaptedLinear
-    expected = own_logits(model, IDS)
+    expected = native_logits(model, IDS)
     with wrap_model(model) as decoder:
         got = read_on(decoder, SequenceCache(decoder.spec, "dense"), IDS, 9)
     assert (got - expected).abs().max() < TOLERANCE

@@ -12,7 +12,7 @@ from larder.core import Mode
 from larder.engine import SamplingParams, StoppingCriteria
 from larder.engine.generate import generate
 from larder.models import BatchSegment
-from model_runs import own_logits, read_on, some_ids
+from model_runs import native_logits, read_on, some_ids
 from tiny_models import ARCHITECTURES
 
 MODES = (Mode.APPEND, Mode.SCRATCH)
@@ -78,7 +78,7 @@ def test_greedy_generation_equals_the_model(architecture, adopted, own) -> None:
     ):
         context = some_ids(count, seed=number) if count else ()
         whole = (*context, *ids, *answer_ids)
-        expected = own_logits(module, whole).argmax(-1)[len(whole) - NEW - 1 : -1]
+        expected = native_logits(module, whole).argmax(-1)[len(whole) - NEW - 1 : -1]
         assert expected.tolist() == answer_ids
 
 

@@ -24,7 +24,7 @@ from larder.models import (
     load,
     wrap_model,
 )
-from model_runs import own_logits, some_ids
+from model_runs import native_logits, some_ids
 from tiny_models import tiny
 
 SHAPE: dict[str, Any] = {
@@ -122,17 +122,17 @@ def test_dropout_is_not_silently_left_out() -> None:
 def test_call_without_a_forward_batch_is_refused(architecture) -> None:
     with Decoder(tiny(architecture)) as decoder:
         with pytest.raises(ModelError, match="called without a forward batch"):
-            own_logits(decoder.module, some_ids(4))
+            native_logits(decoder.module, some_ids(4))
 
 
 def test_release_restores_the_model(architecture) -> None:
     module = tiny(architecture)
-    expected, former = own_logits(module, some_ids(9)), module.config._attn_implementation
+    expected, former = native_logits(module, some_ids(9)), module.config._attn_implementation
     decoder = wrap_model(module)
     assert module.config._attn_implementation == "larder"
     decoder.release()
     assert module.config._attn_implementation == former
-    assert torch.equal(own_logits(module, some_ids(9)), expected)
+    assert torch.equal(native_logits(module, some_ids(9)), expected)
 
 
 def saved(folder: Path, **changes: Any) -> str:

@@ -13,7 +13,7 @@ from larder.cache import SequenceCache
 from larder.core import Mode
 from larder.models import BatchSegment, Decoder, LayerActivations, wrap_model
 from larder.ops import rotate
-from model_runs import own_logits, read_on, some_ids
+from model_runs import native_logits, read_on, some_ids
 from tiny_models import QUERY_HEADS, tiny
 
 COUNT, START = 12, 700
@@ -99,7 +99,7 @@ def rebuilt(architecture: str, **changes: Any) -> Any:
 def test_partial_rotation_is_supported() -> None:
     rope = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
     module = rebuilt("phi3", partial_rotary_factor=0.5, rope_parameters=rope)
-    ids, expected = some_ids(20), own_logits(module, some_ids(20))
+    ids, expected = some_ids(20), native_logits(module, some_ids(20))
     decoder = wrap_model(module)
     assert [len(layer.radians) for layer in decoder.spec.layers] == [4, 4]
     assert_turns(decoder, "phi3")

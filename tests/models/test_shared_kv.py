@@ -15,7 +15,7 @@ from larder.cache import SequenceCache
 from larder.core import CacheError, ModelSpec, Plan
 from larder.interop import LarderCache
 from larder.models import Decoder, wrap_model
-from model_runs import own_logits, read_on, some_ids
+from model_runs import native_logits, read_on, some_ids
 
 TOLERANCE = 1e-4  # float32, on logits whose spread is 0.5 or more
 SOURCES = [None, None, None, 1, 2, 1]  # of the tiny Gemma 3n: layers 1 and 2 are read by others
@@ -66,7 +66,7 @@ def test_kv_sources_are_detected(decoder: Decoder) -> None:
 def test_blocks_and_steps_equal_the_model(model: Any, decoder: Decoder, form: str) -> None:
     held = SequenceCache(decoder.spec, form, **tiers_of(form))
     got = torch.cat([read_on(decoder, held, IDS[:30], 9), read_on(decoder, held, IDS[30:], 1)])
-    assert (got - own_logits(model, IDS)).abs().max() < TOLERANCE
+    assert (got - native_logits(model, IDS)).abs().max() < TOLERANCE
     assert held.lengths()[3:] == ((0, 0),) * 3
 
 
@@ -91,7 +91,7 @@ def test_sharing_layers_see_the_prompt_before_eviction(model: Any) -> None:
     held = LarderCache(model, policy, 12)
     got = model(torch.tensor([IDS]), past_key_values=held).logits[0]
     assert held.lengths()[0][1] == (12, 12)
-    assert (got - own_logits(model, IDS)).abs().max() < TOLERANCE
+    assert (got - native_logits(model, IDS)).abs().max() < TOLERANCE
 
 
 def test_failed_block_is_rolled_back(model: Any, decoder: Decoder) -> None:
@@ -108,7 +108,7 @@ def test_failed_block_is_rolled_back(model: Any, decoder: Decoder) -> None:
     hook.remove()
     assert all(store.pending is None for store in held.layers)
     got = torch.cat([first, read_on(decoder, held, IDS[20:], 20)])
-    assert (got - own_logits(model, IDS)).abs().max() < TOLERANCE
+    assert (got - native_logits(model, IDS)).abs().max() < TOLERANCE
 
 
 def test_saved_and_forked_caches_continue(decoder: Decoder) -> None:

@@ -13,7 +13,7 @@ from larder.core import Ledger, Mode
 from larder.models import BatchSegment, Decoder, LMHead, wrap_model
 from larder.models import lm_head as head_module
 from larder.policy import Surprise
-from model_runs import own_logits, some_ids
+from model_runs import native_logits, some_ids
 from references.novelty import surprises
 from tiny_models import ARCHITECTURES, tiny
 
@@ -38,7 +38,7 @@ def surprise_of(
 
 
 def of_the_model(module: Any, ids: tuple[int, ...]) -> list[float]:
-    result = surprises(own_logits(module, ids).log_softmax(-1).tolist(), list(ids), [])
+    result = surprises(native_logits(module, ids).log_softmax(-1).tolist(), list(ids), [])
     return [max(result[1 : CUTS[0][1]]), *result[1:]]
 
 

@@ -7,7 +7,7 @@ import torch
 
 from larder.core import BadParameter, UnknownName
 from larder.models import fingerprint, wrap_model
-from model_runs import own_logits, some_ids
+from model_runs import native_logits, some_ids
 from tiny_models import tiny
 
 
@@ -16,7 +16,7 @@ def test_seed_determines_the_model(architecture) -> None:
     first, again, other = (tiny(architecture, seed=seed) for seed in (3, 3, 4))
     assert torch.equal(torch.get_rng_state(), state)
     assert fingerprint(first) == fingerprint(again) != fingerprint(other)
-    assert torch.equal(own_logits(first, some_ids(9)), own_logits(again, some_ids(9)))
+    assert torch.equal(native_logits(first, some_ids(9)), native_logits(again, some_ids(9)))
     assert sum(weight.numel() for weight in first.parameters()) < 200_000
 
 

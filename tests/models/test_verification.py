@@ -12,7 +12,7 @@ from torch import nn
 
 from larder.core import ModelError
 from larder.models import TOLERANCE, fingerprint, has_quantized_weights, wrap_model
-from model_runs import own_logits, some_ids
+from model_runs import native_logits, some_ids
 from tiny_models import tiny
 
 
@@ -117,7 +117,7 @@ def test_quantized_weights_have_their_own_tolerance() -> None:
     module = quantized(bits=8)
     assert has_quantized_weights(module) and not has_quantized_weights(tiny("qwen3"))
     ids = some_ids(24)
-    change = (own_logits(module, ids[:12]) - own_logits(module, ids)[:12]).abs().max()
+    change = (native_logits(module, ids[:12]) - native_logits(module, ids)[:12]).abs().max()
     assert change > 1e-3  # more than the tolerance of float32
     assert wrap_model(module).spec.dtype is torch.float32
     assert fingerprint(quantized(8)) != fingerprint(quantized(8, seed=1))

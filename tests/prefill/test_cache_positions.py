@@ -9,7 +9,7 @@ import torch
 
 from builders import Tokens, a_layer, a_plan, draw, layer_options
 from cache_stores import append, extend, new_tokens
-from cache_stores import attend as attend_behind
+from cache_stores import attend as attend_unindexed
 from larder import Policy
 from larder.cache import CompactLayer, SequenceCache
 from larder.core import Mode, Observation
@@ -17,7 +17,7 @@ from larder.models import BatchSegment, wrap_model
 from larder.ops.attention import attention
 from larder.prefill import PeakMemoryMeter, rotate_to_cache_positions
 from larder.session import build_caches
-from model_runs import id_runtime, own_logits, read_on, some_ids
+from model_runs import id_runtime, native_logits, read_on, some_ids
 from tiny_models import tiny
 
 HELD = 11
@@ -59,7 +59,7 @@ def looked_at(observation: Observation, new: Tokens, head: int, own: int) -> tor
 @pytest.mark.parametrize("own", [0, 4])
 def test_observation_reproduces_the_attention(own) -> None:
     store, new = a_store(), draw(a_layer(2, 2), 4, HELD)
-    out = extend(store, new) if own else attend_behind(store, new)
+    out = extend(store, new) if own else attend_unindexed(store, new)
     observation = shown(store, new, own)
     for head in range(2):
         expected = out.unflatten(0, (2, 2))[head]
@@ -124,7 +124,7 @@ def test_compact_positions_equal_a_shorter_text(architecture) -> None:
     module = tiny(architecture, layers=1)
     ids = some_ids(60)
     kept, new = (*ids[:2], *ids[30:50]), ids[50:]
-    expected = own_logits(module, (*kept, *new))[len(kept) :]
+    expected = native_logits(module, (*kept, *new))[len(kept) :]
     sentence = "blockwise(tokens=9) > protect(sinks=2, recent=0) > sinks_and_window(sinks=2) > "
     caches = []
     with wrap_model(module) as decoder:

@@ -12,7 +12,7 @@ from larder.core import Mode, ScratchPrompt
 from larder.models import BatchSegment, wrap_model
 from larder.policy import Content, Drafts, Lookahead, PositionsFirst
 from larder.prefill import Blockwise, Whole, no_progress, with_drafts
-from model_runs import own_logits, some_ids
+from model_runs import native_logits, some_ids
 from references import lookahead, positions_first
 from tiny_models import WINDOW_TOKENS, tiny
 
@@ -36,7 +36,9 @@ def heard(
 
 def test_drafts_equal_greedy_generation(watched, reader_for, lane_for, monkeypatch) -> None:
     module, ids = tiny("qwen3", layers=3), some_ids(20)
-    expected = lookahead.draft(lambda drafted: own_logits(module, (*ids, *drafted))[-1].tolist(), 5)
+    expected = lookahead.draft(
+        lambda drafted: native_logits(module, (*ids, *drafted))[-1].tolist(), 5
+    )
     result = heard(watched, monkeypatch)
     planner = Policy.parse(f"whole() > {PARTS} > lookahead(tokens=5) > uniform()").planner
     Whole().read(reader_for(watched, planner, 9, 20), [lane_for(watched)], ids, no_progress)
@@ -54,7 +56,7 @@ def test_draft_can_answer_a_prompt(watched, reader_for, lane_for) -> None:
     )
     text = (*ids, *request)
     expected = lookahead.draft(
-        lambda drafted: own_logits(module, (*text, *drafted))[-1].tolist(), 4
+        lambda drafted: native_logits(module, (*text, *drafted))[-1].tolist(), 4
     )
     assert asked == ScratchPrompt((*request, *expected), SPAN)
     part = Lookahead(tokens=4, prompt="question")

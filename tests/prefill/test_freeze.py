@@ -21,7 +21,7 @@ from larder.policy import LagKV
 from larder.prefill import PeakMemoryMeter, run_steps
 from larder.session import build_caches_steps
 from larder.store import Store
-from model_runs import id_runtime, own_logits, some_ids
+from model_runs import id_runtime, native_logits, some_ids
 from references import freeze as loop
 from references import lagkv
 from server_core import characters
@@ -124,7 +124,7 @@ def test_logits_without_evictions_equal_the_model(decoder) -> None:
     cache = read(decoder, SENTENCE.format("kept=1.0"), ids, 60, (20, 40, 60))
     rows = [BatchSegment(cache, some_ids(4, seed=5))]
     found = decoder.forward_logits(rows, Mode.SCRATCH, [3])
-    expected = own_logits(tiny("qwen3"), (*ids, *some_ids(4, seed=5)))[-1:]
+    expected = native_logits(tiny("qwen3"), (*ids, *some_ids(4, seed=5)))[-1:]
     assert torch.allclose(found, expected, atol=1e-3)
 
 

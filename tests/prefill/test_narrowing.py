@@ -20,7 +20,7 @@ from larder.prefill import (
     no_progress,
 )
 from larder.session import PRESETS, empty_cache, entries_per_head
-from model_runs import own_logits, read_on, some_ids
+from model_runs import native_logits, read_on, some_ids
 from references.narrowing import go_on, layer_lengths, narrowed_logits
 from tiny_models import WINDOW_TOKENS, tiny
 
@@ -71,7 +71,7 @@ def reached(own: Any, stop: int = LENGTH) -> dict[int, set[int]]:
 
 def test_narrowing_that_keeps_all_tokens_is_exact(architecture) -> None:
     ids = some_ids(LENGTH + MORE)
-    expected = own_logits(tiny(architecture, layers=LAYERS), ids)[LENGTH:]
+    expected = native_logits(tiny(architecture, layers=LAYERS), ids)[LENGTH:]
     for budget in ("unlimited()", f"uniform(tokens={LENGTH})"):
         sentence = f"narrowing(tokens={LENGTH}) > {ENDS} > snapkv(window=4) > {budget}"
         own = read(decoder_of(architecture), sentence, ids[:LENGTH])
@@ -99,7 +99,7 @@ def test_deeper_layers_hold_only_propagated_tokens(architecture, schedule) -> No
     expected = narrowed_logits(tiny(architecture, layers=LAYERS), ids, there, LENGTH)
     got = read_on(decoder, own, ids[LENGTH:], 1)
     assert (got - expected[LENGTH:]).abs().max() < 1e-4
-    assert (got - own_logits(tiny(architecture, layers=LAYERS), ids)[LENGTH:]).abs().max() > 0.01
+    assert (got - native_logits(tiny(architecture, layers=LAYERS), ids)[LENGTH:]).abs().max() > 0.01
 
 
 def test_propagated_tokens_equal_the_reference() -> None:

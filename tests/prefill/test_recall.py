@@ -28,7 +28,7 @@ from larder.session import (
     entries_per_head,
     recall_budget_tokens,
 )
-from model_runs import id_runtime, own_logits, some_ids
+from model_runs import id_runtime, native_logits, some_ids
 from tiny_models import tiny
 
 CONTEXT, QUESTION, STEPS, HEADS = some_ids(24), some_ids(4, seed=5), 28, 2
@@ -124,7 +124,7 @@ def test_full_recall_generates_as_the_full_cache(decoder, own, name, monkeypatch
     cache = read(decoder, wanted).activate(0)
     tokens, logits = generate_with_logits(decoder, wanted, cache, QUESTION, STEPS)
     ids = (*CONTEXT, *QUESTION, *tokens)
-    expected = own_logits(own, ids)[-STEPS - 1 : -1]
+    expected = native_logits(own, ids)[-STEPS - 1 : -1]
     assert torch.allclose(logits, expected, atol=1e-3)
     assert cache.pages[0] > 0
 
@@ -138,7 +138,7 @@ def test_full_recall_prefills_blocks_exactly(decoder, own, monkeypatch) -> None:
     )
     cache = read(decoder, wanted).activate(0)
     tokens, logits = generate_with_logits(decoder, wanted, cache, QUESTION, 5)
-    expected = own_logits(own, (*CONTEXT, *QUESTION, *tokens))[-6:-1]
+    expected = native_logits(own, (*CONTEXT, *QUESTION, *tokens))[-6:-1]
     assert torch.allclose(logits, expected, atol=1e-3)
 
 
@@ -181,7 +181,7 @@ def test_correction_without_misses_changes_nothing(decoder, own, monkeypatch) ->
     tokens, logits = generate_with_logits(
         decoder, wanted, read(decoder, wanted).activate(0), QUESTION, 12
     )
-    expected = own_logits(own, (*CONTEXT, *QUESTION, *tokens))[-13:-1]
+    expected = native_logits(own, (*CONTEXT, *QUESTION, *tokens))[-13:-1]
     assert torch.allclose(logits, expected, atol=1e-3)
 
 
@@ -199,7 +199,7 @@ def test_recomputed_entries_equal_the_full_cache(decoder, own, variant) -> None:
     )
     cache = session_caches.activate(0)
     ids = (*CONTEXT, *QUESTION, *first[: steps - 1], *some_ids(2, seed=9), *second)
-    expected = own_logits(own, ids)
+    expected = native_logits(own, ids)
     at = len(CONTEXT) + len(QUESTION) - 1
     assert torch.allclose(logits, expected[at : at + steps], atol=1e-3)
     assert torch.allclose(later, expected[-steps - 1 : -1], atol=1e-3)
@@ -244,7 +244,7 @@ def test_full_budget_offloads_nothing(decoder, own) -> None:
     tokens, logits = generate_with_logits(
         decoder, wanted, cache, QUESTION, 5, allowed=wanted.budget.tokens
     )
-    expected = own_logits(own, (*CONTEXT, *QUESTION, *tokens))[-6:-1]
+    expected = native_logits(own, (*CONTEXT, *QUESTION, *tokens))[-6:-1]
     assert torch.allclose(logits, expected, atol=1e-5)
     assert cache.pages == (0, 0) and not any(tier.has_offloaded for tier in cache.tiers)
     assert cache.tiers[0].foreseen_bytes == 0
@@ -258,7 +258,7 @@ def test_block_of_one_token_and_a_question_of_one_are_exact(decoder, own, monkey
     monkeypatch.setattr(PageFetcher, "step_calls", lambda *args: pytest.fail("recalled"))
     cache = read(decoder, wanted).activate(0)
     logits = generate_with_logits(decoder, wanted, cache, some_ids(1, seed=3), 1)[1]
-    expected = own_logits(own, (*CONTEXT, *some_ids(1, seed=3)))[-1:]
+    expected = native_logits(own, (*CONTEXT, *some_ids(1, seed=3)))[-1:]
     assert torch.allclose(logits, expected, atol=1e-5)
     lane = PrefillSequence(cache, {})
     reader = PrefillReader(decoder, wanted.planner, STAYING, {}, PeakMemoryMeter())

@@ -18,7 +18,7 @@ from larder.policy import Drop, Planner, Pooled, Protect, ProtectedTokens, SnapK
 from larder.prefill import Blockwise, Episodic, Together, Whole, no_progress, split_blocks
 from larder.prefill.schedules import whole as whole_module
 from larder.session import PRESETS
-from model_runs import own_logits, read_and_evict, read_on, some_ids
+from model_runs import native_logits, read_and_evict, read_on, some_ids
 from tiny_models import ARCHITECTURES, WINDOW_TOKENS, tiny
 
 SCHEDULES = {"whole": Whole(), "blockwise": Blockwise(9), "episodic": Episodic(9, Together.ALL)}
@@ -81,7 +81,7 @@ def test_blockwise_and_episodic_build_the_same_caches(
 @pytest.mark.parametrize("architecture, schedule", covering(ARCHITECTURES, SCHEDULES))
 def test_full_budget_is_exact(architecture, schedule, adopted, own, reader_for, lane_for) -> None:
     ids = some_ids(61)
-    decoder, expected = adopted(architecture), own_logits(own(architecture), ids)
+    decoder, expected = adopted(architecture), native_logits(own(architecture), ids)
     for sentence in ('patched(prompt="episode") > sensitivity()', "snapkv(window=4) > global()"):
         reader, lane = reader_for(decoder, planner_of(sentence), 45, 45), lane_for(decoder)
         SCHEDULES[schedule].read(reader, [lane], ids[:45], no_progress)
@@ -270,7 +270,7 @@ def test_every_preset_with_a_full_budget_equals_the_model(
     )
     policy.with_sizes(tokens, None, 60).schedule.read(reader, [lane], ids, no_progress)
     assert lane.cache.managed_entries == 60 * 2 * 3
-    expected = own_logits(tiny("qwen3", layers=3), (*ids, *more))[-len(more) :]
+    expected = native_logits(tiny("qwen3", layers=3), (*ids, *more))[-len(more) :]
     torch.testing.assert_close(read_on(watched, lane.cache, more, 4), expected, atol=1e-3, rtol=0)
 
 

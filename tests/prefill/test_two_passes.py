@@ -16,12 +16,12 @@ from larder.prefill import (
     PeakMemoryMeter,
     PrefillReader,
     PrefillSequence,
-    found_tokens,
     no_progress,
+    selected_tokens,
 )
 from larder.prefill.schedules import two_passes
 from larder.session import empty_cache, entries_per_head
-from model_runs import own_logits, read_on, some_ids
+from model_runs import native_logits, read_on, some_ids
 from references.narrowing import narrowed_logits
 from references.two_passes import found
 from tiny_models import tiny
@@ -57,7 +57,7 @@ def places(own: Any, layer: int = 0) -> set[int]:
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma3"])
 def test_selection_of_all_tokens_is_exact(architecture) -> None:
     ids, decoder = some_ids(LENGTH + MORE), decoder_of(architecture)
-    expected = own_logits(tiny(architecture, layers=LAYERS), ids)[LENGTH:]
+    expected = native_logits(tiny(architecture, layers=LAYERS), ids)[LENGTH:]
     for sentence in (
         f"two_passes(tokens={LENGTH}) > {ENDS} > snapkv(window=4) > unlimited()",
         f"two_passes(tokens=3) > {ENDS} > snapkv(window=4) > uniform(tokens={LENGTH})",
@@ -144,17 +144,17 @@ def test_scores_of_several_layers_are_added() -> None:
 def test_hand_values_of_several_widths() -> None:
     scores = torch.tensor([0.0, 0.9, 0.1, 0.0, 0.0, 0.8, 0.0, 0.7])
     none = torch.zeros(8, dtype=torch.bool)
-    assert found_tokens(scores, none, 2, [1]).tolist() == [1, 5]
-    assert found_tokens(scores, none, 3, [3]).tolist() == [0, 1, 2]  # a peak and its neighbors
-    assert found_tokens(scores, none, 3, [1, 3]).tolist() == [0, 1, 5]
+    assert selected_tokens(scores, none, 2, [1]).tolist() == [1, 5]
+    assert selected_tokens(scores, none, 3, [3]).tolist() == [0, 1, 2]  # a peak and its neighbors
+    assert selected_tokens(scores, none, 3, [1, 3]).tolist() == [0, 1, 5]
     last = torch.tensor([False] * 7 + [True])
-    assert found_tokens(scores, last, 2, [1]).tolist() == [1, 7]
+    assert selected_tokens(scores, last, 2, [1]).tolist() == [1, 7]
     source = torch.Generator().manual_seed(0)
     for count in (1, 7, 20, 30):
         drawn = torch.rand(30, generator=source)
         always = torch.rand(30, generator=source) < 0.1
         expected = found(drawn.tolist(), always.tolist(), count, [1, 5, 9])
-        assert found_tokens(drawn, always, count, [1, 5, 9]).tolist() == expected
+        assert selected_tokens(drawn, always, count, [1, 5, 9]).tolist() == expected
 
 
 def test_invalid_options_are_refused() -> None:

@@ -21,10 +21,10 @@ from larder.training import (
     PassageLimits,
     RestoreTraining,
     frozen,
-    kept_masks,
     read_corpus,
     restored_entries,
     restored_loss,
+    selection_masks,
     taught_text,
 )
 from learned_gates import random_soft_prompt
@@ -55,10 +55,10 @@ def test_kept_masks_hand_values() -> None:
     nothing = torch.zeros(1, 6, 1)
     low, high = torch.zeros(1, 6), torch.tensor([[0.0, 0.0, 0.0, 0.0, 0.1, 0.9]])
     layers = {n: LayerText(nothing, nothing, own) for n, own in ((3, low), (7, high))}
-    masks = kept_masks(layers, 5 / 6, 0)  # the first four of each head, and the best two
+    masks = selection_masks(layers, 5 / 6, 0)  # the first four of each head, and the best two
     assert masks[3].tolist() == [[True] * 4 + [False] * 2]
     assert masks[7].tolist() == [[True] * 6]
-    assert int(sum(own.sum() for own in kept_masks(layers, 5 / 6, 1).values())) == 8
+    assert int(sum(own.sum() for own in selection_masks(layers, 5 / 6, 1).values())) == 8
 
 
 def test_entries_and_logits_equal_a_planned_cache(decoder) -> None:
@@ -71,7 +71,7 @@ def test_entries_and_logits_equal_a_planned_cache(decoder) -> None:
         loss = float(restored_loss(decoder, text, 1 / 4, added).detach())
     cache, full = read(decoder), read(decoder)
     [found] = soft_entries(decoder, [full], {NAME: PROVIDER})
-    masks = kept_masks(text.layers, 1 / 4, loop.TOKENS)
+    masks = selection_masks(text.layers, 1 / 4, loop.TOKENS)
     for layer, sides in added.items():
         for side, own in zip(("keys", "values"), sides, strict=True):
             given = found[layer][f"{NAME}.{side}"]

@@ -3,7 +3,7 @@ from .chunk_entries import ChunkEntries as ChunkEntries
 from .chunk_entries import ChunkProfile as ChunkProfile
 from .coded_blocks import INDEX_BYTES as INDEX_BYTES
 from .coded_blocks import MOST_TIERS as MOST_TIERS
-from .coded_blocks import kept_call as kept_call
+from .coded_blocks import cached_call as cached_call
 from .forms._shared_entries import LOWER as LOWER
 from .forms._shared_entries import UPPER as UPPER
 from .forms._shared_entries import slerp as slerp
@@ -49,10 +49,10 @@ from .predictive import PredictiveTables as PredictiveTables
 from .predictive import SidePrediction as SidePrediction
 from .prefix_forks import divide as divide
 from .prefix_forks import fork_prefix as fork_prefix
-from .prefix_forks import held_nbytes as held_nbytes
 from .prefix_forks import prefix_nbytes as prefix_nbytes
 from .prefix_forks import seal as seal
 from .prefix_forks import shared_storages as shared_storages
+from .prefix_forks import unique_nbytes as unique_nbytes
 from .recurrent_state import RecurrentState as RecurrentState
 from .residual_tier import AquaPredictions as AquaPredictions
 from .residual_tier import ResidualCoder as ResidualCoder

@@ -88,7 +88,7 @@ def unpacked_positions(
     return np.flatnonzero(np.unpackbits(places, count=span)).astype(np.int64) + first
 
 
-def kept_call(
+def cached_call(
     tensors: Sequence[Tensor], options: tuple[object, ...], build: Callable[[], CodedEntriesCall]
 ) -> CodedEntriesCall:
     """Call over the entries of a tier, made once while it is among the tiers read last.

@@ -60,7 +60,7 @@ def shared_storages(cache: SequenceCache) -> dict[object, int]:
     return {key: n for store in cache.layers for key, n in store.shared_storages().items()}
 
 
-def held_nbytes(caches: Iterable[SequenceCache]) -> int:
+def unique_nbytes(caches: Iterable[SequenceCache]) -> int:
     """Bytes of several caches, with storage that they share counted once."""
     held: dict[object, int] = {}
     others = 0

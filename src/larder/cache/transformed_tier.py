@@ -25,7 +25,7 @@ from larder.cache.coded_blocks import (
     INDEX_FIELDS,
     CodedBlock,
     blocks_of,
-    kept_call,
+    cached_call,
     packed_positions,
     position_bytes,
     unpacked_positions,
@@ -38,7 +38,7 @@ from larder.core.errors import CacheError
 from larder.core.spec import LayerSpec
 from larder.ops import transform_coder as coding
 from larder.ops.cpu import transform_attention as kernel
-from larder.ops.level_coder import HeldRanges, LevelCoder
+from larder.ops.level_coder import CodedRanges, LevelCoder
 from larder.ops.rope import rotation_table
 from larder.ops.symbol_model import classes_of
 
@@ -168,7 +168,7 @@ class TransformedTier:
         numbers: np.ndarray,
         tiers: np.ndarray,
         step: float,
-        held: HeldRanges | None,
+        held: CodedRanges | None,
     ) -> UInt8[np.ndarray, " B"]:
         """Payload of the components of one block."""
         if self.spec.coder is Coder.LEVELS:
@@ -176,11 +176,11 @@ class TransformedTier:
         deviations = _deviations(self.tables, head)
         return coding.encoded(numbers, tiers, deviations, step, self.spec.coder)
 
-    def _held_ranges(self, batch: ComponentBatch) -> dict[int, tuple[np.ndarray, HeldRanges]]:
+    def _held_ranges(self, batch: ComponentBatch) -> dict[int, tuple[np.ndarray, CodedRanges]]:
         """Positions and ranges of the values that are coded here, by head; those of blocks before
         the entries of a batch, and of coders without levels, are left out.
         """
-        blocks = dict[int, list[tuple[np.ndarray, HeldRanges]]]()
+        blocks = dict[int, list[tuple[np.ndarray, CodedRanges]]]()
         heads, counts = batch.heads.unique_consecutive(return_counts=True)
         firsts = batch.positions[counts.cumsum(0) - counts].tolist()
         lowest = dict(zip(heads.tolist(), firsts, strict=True))
@@ -319,7 +319,7 @@ class TransformedTier:
         """
         own = self.payload, self.index, self.means.codes, self.means.scales, self.columns
         build = partial(self._build_call, dtype, column)
-        call = kept_call(own, (self.step, dtype, column), build)
+        call = cached_call(own, (self.step, dtype, column), build)
         return call.holding(self.payload, self.columns)
 
     def _build_call(self, dtype: torch.dtype, column: int | None) -> kernel.CodedEntriesCall:
@@ -463,10 +463,10 @@ def _centered(
 
 
 def _joined_ranges(
-    parts: list[tuple[np.ndarray, HeldRanges]],
-) -> tuple[Int[np.ndarray, " N"], HeldRanges]:
+    parts: list[tuple[np.ndarray, CodedRanges]],
+) -> tuple[Int[np.ndarray, " N"], CodedRanges]:
     held = [tier for _, tier in parts]
-    joined = HeldRanges(
+    joined = CodedRanges(
         np.concatenate([tier.is_held for tier in held]),
         np.concatenate([tier.ranges for tier in held]),
         np.concatenate([tier.channels for tier in held]),
@@ -475,11 +475,11 @@ def _joined_ranges(
 
 
 def _ranges_at(
-    positions: Int[np.ndarray, " N"], places: Int[np.ndarray, " M"], held: HeldRanges
-) -> HeldRanges:
+    positions: Int[np.ndarray, " N"], places: Int[np.ndarray, " M"], held: CodedRanges
+) -> CodedRanges:
     """Ranges of the values at some positions, of those at `places`."""
     rows = np.searchsorted(places, positions).clip(max=len(places) - 1)
-    return HeldRanges(places[rows] == positions, held.ranges[rows], held.channels[rows])
+    return CodedRanges(places[rows] == positions, held.ranges[rows], held.channels[rows])
 
 
 def _deviations(tables: TransformTables, head: int) -> np.ndarray:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from larder.core.errors import InputError
-from larder.server.context_order import ContextOrder, arranged
+from larder.server.context_order import ContextOrder, ordered_texts
 from larder.server.context_prompts import CHUNK_ID, chunk_id
 from larder.session.context_tree import Ids, shared_orders
 from larder.session.files.json_fields import valid_unicode
@@ -57,7 +57,7 @@ def batch_contexts(lines: Sequence[Mapping[str, Any]]) -> list[BatchContexts]:
 
 
 def _in_order(texts: Mapping[str, str], order: Ids) -> BatchContexts:
-    return BatchContexts(arranged(texts, order))
+    return BatchContexts(ordered_texts(texts, order))
 
 
 def _given(body: Mapping[str, Any]) -> BatchContexts:

@@ -5,4 +5,4 @@ from .lm_eval_arguments import GenerationOptions as GenerationOptions
 from .lm_eval_arguments import batch_size_of as batch_size_of
 from .policy_context import AppliedPolicy as AppliedPolicy
 from .press_policy import entry_digests as entry_digests
-from .press_policy import found_indices as found_indices
+from .press_policy import matched_indices as matched_indices

@@ -10,7 +10,7 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
-from larder.cache.prefix_forks import held_nbytes
+from larder.cache.prefix_forks import unique_nbytes
 from larder.cache.sequence import SequenceCache
 from larder.core.arguments import checked_call
 from larder.core.errors import CacheError, ModelError, UsageError
@@ -97,7 +97,7 @@ class LarderCache(AttachedCache):
         """Bytes of every tensor held, metadata included, and once tokens are generated the room
         for 64 more per head, which weighs in small caches.
         """
-        return held_nbytes(self.sequences)
+        return unique_nbytes(self.sequences)
 
     @property
     def full_nbytes(self) -> int:

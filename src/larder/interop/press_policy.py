@@ -131,7 +131,7 @@ class PressAdapter:
     ) -> Bool[Tensor, "K S"]:
         """Mask of the entries that were left and not marked."""
         left = entry_digests(keys[0], values[0])
-        indices, is_found = found_indices(digests, left)
+        indices, is_found = matched_indices(digests, left)
         if not bool(is_found.all()):
             raise ScoreError(
                 f"{self!r} returned keys or values that the cache does not hold: it merges, "
@@ -175,7 +175,7 @@ def entry_digests(
     return sums[0] + sums[1]
 
 
-def found_indices(
+def matched_indices(
     whole: Int64[Tensor, "K S"], left: Int64[Tensor, "K N"]
 ) -> tuple[Int64[Tensor, "K N"], Bool[Tensor, "K N"]]:
     """Index of each digest in `whole`, and whether it is there; equal ones get indices in turn."""

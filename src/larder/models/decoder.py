@@ -52,7 +52,7 @@ NO_INPUTS: Inputs = MappingProxyType({})
 TokenNumbers = dict[str, Float[Tensor, " _"]]
 
 
-def check_not_held(module: Any) -> None:
+def check_not_in_use(module: Any) -> None:
     """Raise ModelError if a decoder holds the module, also one that `Engine.load` made."""
     if module.config.get_text_config()._attn_implementation == attention_backend.NAME:
         raise ModelError(
@@ -81,7 +81,7 @@ class Decoder:
     def __init__(self, module: Any) -> None:
         attention_backend.register_backend()
         self.module = module
-        check_not_held(module)
+        check_not_in_use(module)
         self._configs = PrivateConfigs(module)
         self._latent_hooks: list[Any] = []
         self._rope_limit = rope_limit(module.config)

@@ -29,7 +29,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1.5e-1}
 QUANTIZED_TOLERANCE = 1.5e-1  # of quantized weights, whose activations may be quantized too
 
 
-def own_logits(module: Any, ids: Sequence[int]) -> Float[Tensor, "Q V"]:
+def native_logits(module: Any, ids: Sequence[int]) -> Float[Tensor, "Q V"]:
     """Float32 logits of a model of transformers on its own attention."""
     given = torch.tensor([list(ids)], device=input_placement(module)[1])
     return module(input_ids=given, use_cache=False).logits[0].float()

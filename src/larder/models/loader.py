@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from larder.core.arguments import check_type
 from larder.core.errors import BadParameter, DependencyError, ModelError
 from larder.core.progress import ProgressStage, silent_stage
-from larder.models.decoder import Decoder, check_not_held
+from larder.models.decoder import Decoder, check_not_in_use
 from larder.models.model_packages import GGUF_SUFFIX, PACKAGED_MODELS
 from larder.models.placement import (
     DeviceMap,
@@ -354,7 +354,7 @@ def wrap_model(
     Raises:
         ModelError: the model uses an unsupported feature; it is left unchanged.
     """
-    check_not_held(module)
+    check_not_in_use(module)
     check_rope(module.config)
     with stage("Verifying", "steps") as report:
         expected = reference_logits(module.eval())

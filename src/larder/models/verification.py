@@ -25,7 +25,7 @@ from larder.models.introspection import (
     QUANTIZED_TOLERANCE,
     TOLERANCE,
     has_quantized_weights,
-    own_logits,
+    native_logits,
     relative_difference,
     stored_weights,
 )
@@ -58,7 +58,7 @@ def reference_logits(module: Any) -> Float[Tensor, "Q V"]:
             continue a text.
     """
     try:
-        logits = own_logits(module, _probe_ids(module))
+        logits = native_logits(module, _probe_ids(module))
         if recurrent_layers(module.config):
             logits = _logits_in_parts(module, logits)
     except RuntimeError as error:
@@ -238,7 +238,7 @@ def differing_part(
     if alone > tolerance:
         return f"attention, which looks at later tokens: {changed}. Choose a causal language model."
     with _attention_outputs(decoder) as theirs:
-        own_logits(module, ids)
+        native_logits(module, ids)
     for layer, attention in decoder.attentions.items():
         difference = relative_difference(ours[layer], theirs[layer])
         if difference > tolerance:
@@ -257,7 +257,7 @@ def differing_part(
 def _difference_alone(module: Any, ids: Sequence[int], expected: Float[Tensor, "Q V"]) -> float:
     """Largest relative difference of the model's own logits when a text ends earlier."""
     ends = [end for end in SHORTER_TEXTS if end < len(ids)]
-    got = [own_logits(module, ids[:end])[-1] for end in ends]
+    got = [native_logits(module, ids[:end])[-1] for end in ends]
     last = expected[[end - 1 for end in ends]]
     rows = (torch.stack(got) - last).square().mean(-1).sqrt()
     return float(rows.max() / expected.std().clamp_min(1e-6))
@@ -283,7 +283,7 @@ def _logits_with(module: Any, attention: str, ids: Sequence[int]) -> Float[Tenso
     configs = PrivateConfigs(module)
     try:
         module.set_attn_implementation(attention)
-        return own_logits(module, ids)
+        return native_logits(module, ids)
     finally:
         configs.restore()
 

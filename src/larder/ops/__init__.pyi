@@ -42,7 +42,7 @@ from .cpu.removal import removes_together as removes_together
 from .cpu.segment_attention import StepWork as StepWork
 from .cpu.segment_attention import attend_segments as attend_segments
 from .cpu.segment_attention import can_join as can_join
-from .level_coder import HeldRanges as HeldRanges
+from .level_coder import CodedRanges as CodedRanges
 from .level_coder import LevelCoder as LevelCoder
 from .level_coder import bytes_per_entry as bytes_per_entry
 from .line_attention import SAMPLED_QUERIES as SAMPLED_QUERIES

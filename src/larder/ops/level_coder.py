@@ -38,7 +38,7 @@ Payload = UInt8[ndarray, " B"]
 
 
 @dataclass(frozen=True)
-class HeldRanges:
+class CodedRanges:
     """Ranges that values were coded with.
 
     Args:
@@ -75,7 +75,7 @@ class LevelCoder:
     bits: int
     outliers: float
 
-    def encoded(self, numbers: Float[ndarray, "N D2"], held: HeldRanges | None = None) -> Payload:
+    def encoded(self, numbers: Float[ndarray, "N D2"], held: CodedRanges | None = None) -> Payload:
         """Payload of one block of entries.
 
         Args:
@@ -122,14 +122,14 @@ class LevelCoder:
         np.put_along_axis(values, parts.channels, parts.apart, 1)
         return np.concatenate([keys, values], 1)
 
-    def ranges_of(self, payload: Payload, count: int, width: int) -> HeldRanges:
+    def ranges_of(self, payload: Payload, count: int, width: int) -> CodedRanges:
         """Ranges of the values of one block.
 
         Raises:
             CacheError: as of `decoded`.
         """
         parts = self._parts(payload, count, width)
-        return HeldRanges(np.ones(count, bool), parts.ranges, parts.channels)
+        return CodedRanges(np.ones(count, bool), parts.ranges, parts.channels)
 
     def _parts(self, payload: Payload, count: int, width: int) -> _BlockParts:
         half, rest = width // 2, payload
@@ -157,7 +157,7 @@ class LevelCoder:
             raise _damaged(count)
         return parts
 
-    def _is_rounded(self, values: Numbers, held: HeldRanges) -> Bool[ndarray, " N"]:
+    def _is_rounded(self, values: Numbers, held: CodedRanges) -> Bool[ndarray, " N"]:
         """Mask of the values that lie on the levels of a held range, but for their outliers."""
         inner = nearest(_normalized(values, held.ranges), self.levels[1])
         rounded = _restored(self.levels[1].astype(np.float32)[inner], held.ranges)

@@ -35,7 +35,7 @@ from .schedules.episodic import Episodic as Episodic
 from .schedules.episodic import Together as Together
 from .schedules.layerwise_narrowing import NarrowingShape as NarrowingShape
 from .schedules.parallel import Parallel as Parallel
-from .schedules.two_passes import found_tokens as found_tokens
+from .schedules.two_passes import selected_tokens as selected_tokens
 from .schedules.whole import Whole as Whole
 from .soft_entries import soft_entries as soft_entries
 from .turn_reader import TurnReader as TurnReader

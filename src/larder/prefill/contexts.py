@@ -183,7 +183,7 @@ class ChunkChange:
         return replace(self, entries=self.entries.to(device))
 
 
-KeptChunk = ChunkEntries | ChunkVariant | ChunkChange | ChunkStates
+StoredChunk = ChunkEntries | ChunkVariant | ChunkChange | ChunkStates
 
 
 def variant_key(
@@ -244,7 +244,7 @@ class ChunkMemory(ChunkSource):
     ) -> None:
         check_count("max_bytes", max_bytes)
         self._max_bytes, self._state_layers = max_bytes, tuple(state_layers)
-        self._held = OrderedDict[ChunkKey, KeptChunk]()
+        self._held = OrderedDict[ChunkKey, StoredChunk]()
         self._spec: ModelSpec | None = None
 
     @property
@@ -306,7 +306,7 @@ class ChunkMemory(ChunkSource):
         self._hold(anchor_key(prefix, index, (anchor.ids,)), change)
         self._hold((APART, prefix, anchor.ids), anchor.base)  # used later, so that it leaves later
 
-    def _all(self, spec: ModelSpec, key: ChunkKey) -> list[KeptChunk]:
+    def _all(self, spec: ModelSpec, key: ChunkKey) -> list[StoredChunk]:
         """Chunks that are held under keys that begin so, most recently used from now on."""
         if self._spec is not None and self._spec is not spec:
             raise ModelError(
@@ -319,7 +319,7 @@ class ChunkMemory(ChunkSource):
             self._held.move_to_end(held)
         return [self._held[held] for held in keys]
 
-    def _hold(self, key: ChunkKey, chunk: KeptChunk) -> None:
+    def _hold(self, key: ChunkKey, chunk: StoredChunk) -> None:
         if chunk.nbytes > self._max_bytes:
             return
         self._held[key] = chunk

@@ -20,8 +20,8 @@ from .context_order import MOST_ORDERS as MOST_ORDERS
 from .context_order import ContextOrder as ContextOrder
 from .context_order import ContextOrders as ContextOrders
 from .context_order import ContextReferences as ContextReferences
-from .context_order import arranged as arranged
 from .context_order import importance_line as importance_line
+from .context_order import ordered_texts as ordered_texts
 from .context_prompts import HostTexts as HostTexts
 from .context_prompts import chunk_id as chunk_id
 from .context_prompts import with_message_contexts as with_message_contexts

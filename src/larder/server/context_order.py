@@ -113,7 +113,7 @@ def known_prefix(order: Ids, wanted: Container[str]) -> Ids:
     return order[:stop]
 
 
-def arranged(texts: Mapping[str, str], order: Ids) -> tuple[str, ...]:
+def ordered_texts(texts: Mapping[str, str], order: Ids) -> tuple[str, ...]:
     """Texts in an order, and the line that states the given one.
 
     Args:

@@ -20,7 +20,12 @@ from larder.core.errors import BudgetError
 from larder.prefill.base import ContextText
 from larder.prefill.contexts import ChunkSource
 from larder.server.api_errors import invalid_request
-from larder.server.context_order import ContextOrder, ContextOrders, ContextReferences, arranged
+from larder.server.context_order import (
+    ContextOrder,
+    ContextOrders,
+    ContextReferences,
+    ordered_texts,
+)
 from larder.server.host_chunks import HostChunks, TenantChunks
 from larder.server.image_prompts import rendered_prompt
 from larder.server.request import ApiError, ChatMessage, Request
@@ -179,7 +184,7 @@ class ContextPrompts:
         sizes = {name: len(text) for name, text in texts.items()}
         order = self._orders.shared(request.tenant, sizes)
         self._orders.add(request.tenant, order)
-        return arranged(texts, order)
+        return ordered_texts(texts, order)
 
     def prompt(self, request: Request) -> ContextText:
         """Tokens of a request whose contexts are read apart.

@@ -20,7 +20,7 @@ from larder.prefill.contexts import (
     ChunkSource,
     ChunkStates,
     ChunkVariant,
-    KeptChunk,
+    StoredChunk,
     anchor_key,
     anchors_of,
     variant_key,
@@ -44,7 +44,7 @@ class HostChunk:
             behind.
     """
 
-    entries: KeptChunk
+    entries: StoredChunk
     reservation: Reservation
     candidate: Candidate
 
@@ -107,7 +107,7 @@ class HostChunks:
         self._hold((tenant, (prefix, ids)), entries, reservation, cost, parent)
         self._names[tenant, prefix + ids] = str(self._uses)
 
-    def beginning_with(self, tenant: str, key: HostKey) -> list[KeptChunk]:
+    def beginning_with(self, tenant: str, key: HostKey) -> list[StoredChunk]:
         """Chunks whose keys begin with `key`, the least recently used first; counts as a use."""
         found = [
             held
@@ -120,7 +120,7 @@ class HostChunks:
         return [held.entries for held in found]
 
     def keep(
-        self, tenant: str, key: HostKey, chunk: KeptChunk, tokens: int, parent: str = ""
+        self, tenant: str, key: HostKey, chunk: StoredChunk, tokens: int, parent: str = ""
     ) -> None:
         """Keep a variant or a change of `tokens` tokens, unless there is no room for it.
 
@@ -141,7 +141,7 @@ class HostChunks:
     def _hold(
         self,
         key: tuple[str, HostKey],
-        chunk: KeptChunk,
+        chunk: StoredChunk,
         reservation: Reservation,
         cost: float,
         parent: str,

@@ -88,7 +88,7 @@ class ResidentCaches(ABC):
         """Caches to write, which do not change until `SessionCaches.end_lending`."""
 
     @abstractmethod
-    def shown_cache(self) -> SequenceCache | None:
+    def active_cache(self) -> SequenceCache | None:
         """Cache whose entries are shown; None if it is not on the device."""
 
     @abstractmethod
@@ -139,7 +139,7 @@ class PrefixCaches(ResidentCaches):
         # It does not change while it is written.
         return self._caches.lend_views() if active is None else (active,)
 
-    def shown_cache(self) -> SequenceCache:
+    def active_cache(self) -> SequenceCache:
         return self._caches.view(0)
 
     def num_tokens(self, read: int) -> int:

@@ -274,7 +274,7 @@ def cached_positions(session: SessionState) -> CachedPositions:
     """Positions in the session's cache; empty if the cache is not in memory."""
     residency = session.residency
     held, tier = residency.resident_caches, residency.tier
-    cache = None if held is None else held.shown_cache()
+    cache = None if held is None else held.active_cache()
     if held is None or cache is None:
         return CachedPositions(0, (), episodes=_episodes(session), tier=tier)
     maps = residency.position_maps.of(residency.episode)

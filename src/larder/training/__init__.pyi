@@ -87,9 +87,9 @@ from .passage_methods.lookahead_kv import predicted_shares as predicted_shares
 from .passage_methods.lookahead_kv import read_prompt as read_prompt
 from .passage_methods.restorekv import LayerText as LayerText
 from .passage_methods.restorekv import RestoreTraining as RestoreTraining
-from .passage_methods.restorekv import kept_masks as kept_masks
 from .passage_methods.restorekv import restored_entries as restored_entries
 from .passage_methods.restorekv import restored_loss as restored_loss
+from .passage_methods.restorekv import selection_masks as selection_masks
 from .passage_methods.restorekv import taught_text as taught_text
 from .predictive import PredictiveSettings as PredictiveSettings
 from .predictive import fit_side as fit_side

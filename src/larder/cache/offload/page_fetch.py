@@ -95,7 +95,10 @@ class PageFetcher(TensorOwner):
         assert self._pool is not None  # made for what was found
         fetched = self._pool.attention_call(queries)
         if indexed.lengths != entries.lengths:
-            return [fetched, partial(attend_behind, queries, entries, indexed.lengths, self.layer)]
+            return [
+                fetched,
+                partial(attend_unindexed, queries, entries, indexed.lengths, self.layer),
+            ]
         if found.share is not None and found.mean is not None:
             fetched = partial(attend_with_mean, fetched, found.share, found.mean, self.layer)
         if found.estimate is None:
@@ -286,7 +289,7 @@ class PageFetcher(TensorOwner):
             self._pool = None
 
 
-def attend_behind(
+def attend_unindexed(
     queries: Queries, entries: Entries, indexed: tuple[int, ...], layer: LayerSpec
 ) -> AttentionState:
     """Attention to the entries behind the first `indexed` of each head."""

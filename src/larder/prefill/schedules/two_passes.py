@@ -118,7 +118,7 @@ class TwoPasses(Schedule):
         search = TokenSearch(reader, sequence, ids, chosen, self.scoring)
         yield from search.steps()
         widths = [int(word) for word in self.widths.split()]
-        rows = found_tokens(search.scores, search.always, count, widths)
+        rows = selected_tokens(search.scores, search.always, count, widths)
         del search
         yield
         yield from reader.read_chosen_steps(sequence, ids, rows)
@@ -203,7 +203,7 @@ class TokenSearch:
         self.always = always_passing(planner, self._scoring, positions, start + count, tokens)
 
 
-def found_tokens(
+def selected_tokens(
     scores: Float[Tensor, " Q"], always: Bool[Tensor, " Q"], count: int, widths: Sequence[int]
 ) -> Int64[Tensor, " N"]:
     """Indices of the tokens that are found: those that always are, then the best of every width.

@@ -43,7 +43,7 @@ from larder.server.http.streaming import (
     sse_event,
     stream_answer,
 )
-from larder.server.http.tools import AUTO, AnswerParser, answer_rules, tool_variables, whole_deltas
+from larder.server.http.tools import AUTO, AnswerParser, answer_deltas, answer_rules, tool_variables
 from larder.server.request import ApiError, ChatMessage, Report
 from larder.session.transcript.chat_template import VARIABLES_ROLE
 
@@ -93,7 +93,7 @@ async def create(http: HttpRequest, request: ResponsesRequest) -> Response:
     cut = (
         [*parser.push(collected.text), *parser.finish()] if is_cut else []
     )  # a call may be broken off
-    output.add(cut or whole_deltas(form.parse(collected.text)))
+    output.add(cut or answer_deltas(form.parse(collected.text)))
     output.finish(is_cut=is_cut)
     cause = _incomplete_reason(collected.report, parser)
     return JSONResponse(await run_in_threadpool(pending.finish, output, collected.report, cause))

@@ -337,7 +337,7 @@ def whole_call_json(call: ToolCall) -> dict[str, Any]:
     return {"id": new_id("call_"), "type": "function", "function": function}
 
 
-def whole_deltas(parsed: ParsedAnswer) -> list[dict[str, Any]]:
+def answer_deltas(parsed: ParsedAnswer) -> list[dict[str, Any]]:
     """Deltas of a whole answer, one for each part."""
     calls = [whole_call_json(call) for call in parsed.calls]
     parts = {"reasoning_content": parsed.reasoning, "content": parsed.content, "tool_calls": calls}

@@ -78,7 +78,7 @@ class ChatCaches(ResidentCaches):
     def written_caches(self) -> Sequence[SequenceCache]:
         return self.caches.lend_views()
 
-    def shown_cache(self) -> SequenceCache | None:
+    def active_cache(self) -> SequenceCache | None:
         return self.caches.active_cache
 
     def num_tokens(self, read: int) -> int:

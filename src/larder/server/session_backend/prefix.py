@@ -88,7 +88,7 @@ class PrefixBackend(SessionBackend):
         """Start with an empty cache, into which contexts are read apart."""
         session = state.session
         demand = self._demand(state, None)
-        beside = self._contexts.nbytes_beside(state)
+        beside = self._contexts.workspace_nbytes(state)
         self._tiers.grant(session, replace(demand, transient_bytes=demand.transient_bytes + beside))
         self._reset(session)
         self._contexts.begin(state)

@@ -36,7 +36,7 @@ class ContextReader:
     def __init__(self, contexts: ContextPrompts) -> None:
         self._contexts = contexts
 
-    def nbytes_beside(self, state: RequestState) -> int:
+    def workspace_nbytes(self, state: RequestState) -> int:
         """Upper bound of the bytes beside the cache while contexts are read."""
         serving = state.session.serving
         count = serving.runtime.decoder.spec.full_bytes(len(state.resolved.prompt_ids))
@@ -77,7 +77,7 @@ class ContextReader:
 
 
 @dataclass(frozen=True)
-class ShownTurn:
+class ImageTurn:
     """Turn of a request whose messages have images.
 
     Args:
@@ -152,7 +152,7 @@ class ImageReader:
                 state.prefill.image_part = self._merged(state, turn)
         return state.prefill.image_part
 
-    def _merged(self, state: RequestState, turn: ShownTurn) -> ImagePart:
+    def _merged(self, state: RequestState, turn: ImageTurn) -> ImagePart:
         past = state.resolved.past_turns[: turn.number]
         prompt = rendered_prompt(self._encoder.tokenizer, past, turn.messages)
         part = self._encoder.merged(turn.start, prompt, state.request.images)
@@ -165,14 +165,14 @@ class ImageReader:
         return part
 
 
-def _shown_turns(state: RequestState) -> list[ShownTurn]:
-    found, start, resolved = list[ShownTurn](), 0, state.resolved
+def _shown_turns(state: RequestState) -> list[ImageTurn]:
+    found, start, resolved = list[ImageTurn](), 0, state.resolved
     for index, turn in enumerate(resolved.past_turns):
         stop = start + len(turn.prompt_ids)
-        found.append(ShownTurn(index, start, stop, turn.messages))
+        found.append(ImageTurn(index, start, stop, turn.messages))
         start += turn.tokens
     new = resolved.new_messages
-    found.append(ShownTurn(len(resolved.past_turns), start, len(resolved.prompt_ids), new))
+    found.append(ImageTurn(len(resolved.past_turns), start, len(resolved.prompt_ids), new))
     return [turn for turn in found if any(image_digests(each.text) for each in turn.messages)]
 
 

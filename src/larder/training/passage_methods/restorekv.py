@@ -94,7 +94,7 @@ class TaughtText:
 
 
 @dataclass(frozen=True)
-class SeenEntries:
+class VisibleEntries:
     """Entries of a layer, and those of each kv head that are seen."""
 
     keys: Keys
@@ -102,7 +102,7 @@ class SeenEntries:
     seen: Bool[Tensor, "K S"]
 
 
-class BehindAttention:
+class SuffixAttention:
     """Attention of texts behind a cache: to its entries, and causally within each text.
 
     Args:
@@ -113,7 +113,7 @@ class BehindAttention:
         new: keys and values of the texts by layer, which gradients pass through.
     """
 
-    def __init__(self, entries: Mapping[int, SeenEntries], lengths: Sequence[int]) -> None:
+    def __init__(self, entries: Mapping[int, VisibleEntries], lengths: Sequence[int]) -> None:
         self._entries, self._own = entries, visible(0, lengths)
         self.new = dict[int, tuple[Keys, Values]]()
 
@@ -269,12 +269,12 @@ def scored_layers(decoder: Decoder, text: CopyPass) -> dict[int, LayerText]:
     return found
 
 
-def everything(layer: LayerText) -> SeenEntries:
+def everything(layer: LayerText) -> VisibleEntries:
     """All entries of a text in a layer."""
-    return SeenEntries(layer.keys, layer.values, torch.ones_like(layer.scores, dtype=torch.bool))
+    return VisibleEntries(layer.keys, layer.values, torch.ones_like(layer.scores, dtype=torch.bool))
 
 
-def kept_masks(
+def selection_masks(
     layers: Mapping[int, LayerText], share: float, added: int
 ) -> dict[int, Bool[Tensor, "K N"]]:
     """Entries of each layer that stay: those of the highest scores over all layers and heads.
@@ -296,7 +296,7 @@ def restored_entries(
 ) -> dict[int, tuple[Keys, Values]]:
     """Keys and values of the learned tokens behind a text, by layer; gradients pass through."""
     seen = {index: everything(layer) for index, layer in text.layers.items()}
-    attention = BehindAttention(seen, (provider.tokens,))
+    attention = SuffixAttention(seen, (provider.tokens,))
     positions = torch.arange(text.tokens - provider.tokens, text.tokens, device=decoder.spec.device)
     with decoder.soft_prompts.modules.installed(layers, provider):
         differentiable_states(decoder, [0] * provider.tokens, attention, positions)
@@ -313,7 +313,7 @@ def restored_loss(
         added: keys and values by layer; empty for none.
     """
     count = next(iter(added.values()))[0].shape[1] if added else 0
-    masks = kept_masks(text.layers, share, count)
+    masks = selection_masks(text.layers, share, count)
     held = {
         index: _with_added(layer, masks[index], added.get(index))
         for index, layer in text.layers.items()
@@ -325,17 +325,19 @@ def restored_loss(
 
 def _with_added(
     layer: LayerText, kept: Bool[Tensor, "K N"], added: tuple[Keys, Values] | None
-) -> SeenEntries:
+) -> VisibleEntries:
     if added is None:
-        return SeenEntries(layer.keys, layer.values, kept)
+        return VisibleEntries(layer.keys, layer.values, kept)
     keys, values = added
     seen = torch.cat([kept, torch.ones_like(kept[:, :1]).expand(-1, keys.shape[1])], 1)
-    return SeenEntries(torch.cat([layer.keys, keys], 1), torch.cat([layer.values, values], 1), seen)
+    return VisibleEntries(
+        torch.cat([layer.keys, keys], 1), torch.cat([layer.values, values], 1), seen
+    )
 
 
 def compared_logits(
     decoder: Decoder,
-    entries: Mapping[int, SeenEntries],
+    entries: Mapping[int, VisibleEntries],
     start: int,
     ids: Sequence[int],
     lengths: Sequence[int],
@@ -347,7 +349,7 @@ def compared_logits(
         start: position of the first token of each text.
     """
     positions = torch.cat([torch.arange(length) for length in lengths]) + start
-    attention = BehindAttention(entries, lengths)
+    attention = SuffixAttention(entries, lengths)
     states = differentiable_states(decoder, ids, attention, positions.to(decoder.spec.device))
     return LMHead(decoder.module).logits(states[list(rows)])
 
