@@ -1,4 +1,4 @@
-"""State of the layers without attention of one sequence, as an immutable value.
+"""State of the layers without attention (Mamba) of one sequence, as an immutable value.
 
 State-space, linear-attention and convolution layers summarize all tokens read so far in tensors of
 fixed size. Such a state belongs to one position: it can be held and put back, but not cut to an

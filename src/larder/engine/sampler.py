@@ -1,4 +1,4 @@
-"""Sampling of the next token."""
+"""Sampling of the next token: penalties and biases of logits, temperature, top-k, top-p, min-p."""
 
 from __future__ import annotations
 

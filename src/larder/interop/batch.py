@@ -1,4 +1,4 @@
-"""Batch of a LarderCache: a sequence per row, which calls of the model's body are appended to."""
+"""Batch of a LarderCache: a sequence per row, also a beam, which calls of the body append to."""
 
 from __future__ import annotations
 

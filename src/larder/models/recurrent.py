@@ -1,4 +1,4 @@
-"""Recurrent layers of hybrid models: their states during a forward batch.
+"""Recurrent layers of hybrid models (Mamba, linear attention): their states in a forward batch.
 
 State-space, linear-attention and convolution layers read their state from `past_key_values`,
 through the methods of transformers' `Cache`. A forward batch gives the model a `RecurrentCache`,

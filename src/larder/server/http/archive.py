@@ -1,4 +1,4 @@
-"""SQLite archive of stored responses, conversations and their items, per tenant."""
+"""SQLite archive of stored responses, conversations and idempotent answers, per tenant."""
 
 from __future__ import annotations
 

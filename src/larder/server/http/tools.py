@@ -17,9 +17,10 @@ from larder.server.api_errors import invalid_request
 from larder.server.http.protocol import InputMessage, Text, new_id
 from larder.server.http.structured import Unsupported
 from larder.server.http.unknown_fields import BodyPart
+from larder.server.reasoning_stream import ReasoningStream
 from larder.server.request import ApiError
 from larder.server.session_info import ServedModel
-from larder.server.tool_call_stream import CallDelta, CallStream, ReasoningStream
+from larder.server.tool_call_stream import CallDelta, CallStream
 from larder.server.tool_parsers.base import ToolCall
 
 MAX_TOOLS = 128

@@ -1,4 +1,4 @@
-"""Deadlines and circuit breaker for calls to a storage tier.
+"""Deadlines (timeouts) and circuit breaker for calls to a storage tier.
 
 A call past its deadline continues in its thread, which cannot be stopped; the number of calls in
 progress is bounded, and what they hold is released when they end.
