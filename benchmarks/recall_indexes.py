@@ -65,7 +65,7 @@ def main() -> None:
     layers = recorded[options.every // 2 :: options.every]
     sentences = _sentences(options)
     print(f"{len(layers)} of {len(recorded)} layers, {options.tokens} tokens", flush=True)
-    for name in options.only or sorted(RECALLS.own()):
+    for name in options.only or sorted(RECALLS.builtin_names()):
         row = {
             "index": name,
             **_measure(name, layers, options, len(recorded), sentences),

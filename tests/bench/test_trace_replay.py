@@ -19,8 +19,8 @@ from larder_bench.trace_replay import (
 from larder_bench.traces.base import NONE, TRACES, StateForm, Trace
 from references.trace_replay import Loop
 
-RULES = sorted(EVICTIONS.own())
-CROWDS = pytest.mark.parametrize("name", sorted(TRACES.own()))
+RULES = sorted(EVICTIONS.builtin_names())
+CROWDS = pytest.mark.parametrize("name", sorted(TRACES.builtin_names()))
 FORMS = pytest.mark.parametrize("form", list(StateForm))
 
 

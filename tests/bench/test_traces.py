@@ -19,7 +19,7 @@ from larder_bench.traces.base import (
 )
 from larder_bench.traces.chat import ChatWorkload
 
-NAMES = sorted(TRACES.own())
+NAMES = sorted(TRACES.builtin_names())
 CROWDS = pytest.mark.parametrize("name", NAMES)
 FORMS = pytest.mark.parametrize("form", list(StateForm))
 EACH = LLAMA_3_1_8B.bytes_per_token(KVSource.ENTRIES)

@@ -261,7 +261,7 @@ def test_fork_shares_the_inputs_for_recomputing_evicted_entries() -> None:
     assert fork.nbytes - fork.shared_nbytes < 200  # lengths and starts
     fork.truncate(60)
     assert same_bits(store.state(), before)
-    assert fork.wanted == store.wanted - 40
+    assert fork.reread_tokens == store.reread_tokens - 40
 
 
 @pytest.mark.parametrize("kind", COMPOSITES)

@@ -126,7 +126,7 @@ def families() -> dict[str, list[str]]:
 
     others = (MEASURES, RETRIEVALS, TASKS, TRACES, RECALLS, MEASUREMENTS, FIGURES, TALLIES)
     every = (*FAMILIES.values(), *others, EMBEDDERS, CODECS, EVICTIONS)
-    return {family.kind: sorted(family.own()) for family in every}
+    return {family.kind: sorted(family.builtin_names()) for family in every}
 
 
 @contextmanager

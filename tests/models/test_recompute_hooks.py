@@ -164,7 +164,7 @@ def test_bytes_and_operations_are_counted(three_layers, variant) -> None:
     sources = sum(store.source.nbytes for store in recomputed_layers(cache.layers))
     per_token = {"every": 3 * 4 * shape.hidden, "one": 4 * shape.hidden, "ids": 4}[variant]
     assert sources == (READ + 1) * per_token
-    reread = recomputed_layers(cache.layers)[-1].wanted
+    reread = recomputed_layers(cache.layers)[-1].reread_tokens
     run = {"every": 3 * gone, "one": 3 * reread, "ids": 3 * reread}[variant]
     assert sum(s.tokens for s in recomputed_layers(cache.layers)) - tokens == run
     made = sum(s.operations for s in recomputed_layers(cache.layers)) - operations

@@ -17,12 +17,14 @@ ADDED = (
     "quantized(bits=8)",
     "every_step()",
 )
-NAMES = {name for family in FAMILIES.values() for name in family.own()}
+NAMES = {name for family in FAMILIES.values() for name in family.builtin_names()}
 BOTH = sorted(NAMES.intersection(PRESETS))
 
 
 def slot(name: str) -> str:
-    return next((own for own, family in FAMILIES.items() if name in family.own()), "protect")
+    return next(
+        (own for own, family in FAMILIES.items() if name in family.builtin_names()), "protect"
+    )
 
 
 def spliced(preset: str, added: str) -> str:

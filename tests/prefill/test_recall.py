@@ -45,7 +45,7 @@ SIZES = {
     "rocket": "ratio=4",
     "wave": "page=4, size=4, update=8, segment=16",
 }
-PARTS = pytest.mark.parametrize("name", sorted(RECALLS.own()))
+PARTS = pytest.mark.parametrize("name", sorted(RECALLS.builtin_names()))
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def test_recomputed_entries_equal_the_full_cache(decoder, own, variant) -> None:
     assert torch.allclose(later, expected[-steps - 1 : -1], atol=1e-3)
 
 
-@pytest.mark.parametrize("name", one_in(4, sorted(RECALLS.own())))
+@pytest.mark.parametrize("name", one_in(4, sorted(RECALLS.builtin_names())))
 def test_deactivated_cache_continues_identically_within_its_budget(decoder, name) -> None:
     wanted = policy(name, 8)
     cache = read(decoder, wanted).activate(0)

@@ -26,8 +26,10 @@ GROWTHS = st.lists(
 # A sentence that stands out is fetched from its first entry on.
 ENOUGH = {"clusters": 60, "sentences": 64, "a2ats": 60, "positionless": 60}
 NEEDS = {"graph": "usearch"}  # packages that may be missing
-PARTS = pytest.mark.parametrize("name", sorted(RECALLS.own()))
-LOOPS = {name: vars(import_module(f"references.{name}")) for name in sorted(RECALLS.own())}
+PARTS = pytest.mark.parametrize("name", sorted(RECALLS.builtin_names()))
+LOOPS = {
+    name: vars(import_module(f"references.{name}")) for name in sorted(RECALLS.builtin_names())
+}
 
 
 def part(name: str) -> RecallPart:

@@ -43,7 +43,7 @@ def test_blob_of_a_save_in_progress_is_not_deleted(tmp_path: Path, how: str) -> 
         if how == "put":
             assert saving.put(encode_token_log(IDS, tenant, record.session)) == ref
         else:
-            assert saving.stays(ref)
+            assert saving.retain(ref)
         here.sessions.remove(WHO, TALK)
         os.utime(tmp_path / "store" / blob_path(ref.digest), (0, 0))
         here.maintenance.sweep()
@@ -152,7 +152,7 @@ def test_blob_reported_present_during_its_deletion_remains(tmp_path: Path, how: 
 
     def take() -> bool:
         saving = stack.enter_context(there.parts.blobs.saving(tenant))
-        return saving.put(data) == ref if how == "put" else saving.stays(ref)
+        return saving.put(data) == ref if how == "put" else saving.retain(ref)
 
     def meanwhile(what: str, path: str) -> None:
         if what == "remove" and path == blob_path(ref.digest):

@@ -53,7 +53,7 @@ def put(store: Store) -> BlobRef:
 def stays(store: Store) -> bool:
     tenant, _, ref = log(store)
     with store.parts.blobs.saving(tenant) as saving:
-        found = saving.stays(ref)
+        found = saving.retain(ref)
         store.parts.blobs.release_ownership([ref])
     return found
 

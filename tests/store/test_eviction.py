@@ -29,7 +29,7 @@ from larder.store import (
 from references.eviction import gdsf as gdsf_loop
 from references.eviction.leaving_loop import victims
 
-NAMES = sorted(EVICTIONS.own())
+NAMES = sorted(EVICTIONS.builtin_names())
 RULES = pytest.mark.parametrize("name", NAMES)
 PAPER = re.compile(r"\(20\d\d\),\s+arXiv:\d{4}\.\d{5}|[Nn]o paper")
 NOW = 1000.0

@@ -30,15 +30,15 @@ def test_session_state_is_stored_with_the_caches(tmp_path: Path) -> None:
     kept(store)
     appended = store.sessions.append(WHO, TALK, SessionTurn((*IDS, 40), b"more"), 2)
     reader = store_at(tmp_path).parts.reader
-    assert reader.beside(appended) == BESIDE
+    assert reader.extra_state(appended) == BESIDE
     other = store.sessions.append(WHO, TALK, SessionTurn((9, *IDS), b"another"), 3)
-    assert other.spans == () and reader.beside(other) is None
+    assert other.spans == () and reader.extra_state(other) is None
 
 
 def test_session_state_is_exported_with_the_caches(tmp_path: Path) -> None:
     store, other = store_at(tmp_path / "a"), store_at(tmp_path / "b")
     taken = other.sessions.import_file(store.sessions.export(kept(store)), "x", "moved")
-    assert other.parts.reader.beside(taken) == BESIDE
+    assert other.parts.reader.extra_state(taken) == BESIDE
 
 
 def test_session_state_is_evicted_with_the_caches(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_damaged_session_state_is_detected(tmp_path: Path) -> None:
     [path] = [path for path in blob_files(tmp_path) if BESIDE in path.read_bytes()]
     path.write_bytes(path.read_bytes().replace(b"right", b"wrong"))
     with pytest.raises(Damaged):
-        store.parts.reader.beside(record)
+        store.parts.reader.extra_state(record)
     [checked] = store.maintenance.verify(store.sessions.heads())
     assert [each.startswith("The state beside") for each in checked.problems] == [True]
 

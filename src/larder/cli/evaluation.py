@@ -80,13 +80,13 @@ class Evaluation:
 
     Args:
         comparison: engine of the second policy; None without a comparison.
-        wanted: number of files given.
+        num_files: number of files given.
         is_whole: False after Ctrl-C.
     """
 
     engine: Engine
     comparison: Engine | None
-    wanted: int
+    num_files: int
     files: list[FileEvaluation] = field(default_factory=list)
     others: list[FileEvaluation] = field(default_factory=list)
     is_whole: bool = False
@@ -179,7 +179,7 @@ def _evaluate_file(
 def print_evaluation(evaluation: Evaluation) -> None:
     """Print an evaluation: one file by question, several by file."""
     console = results_console()
-    if evaluation.wanted == 1 and evaluation.comparison is None:
+    if evaluation.num_files == 1 and evaluation.comparison is None:
         [only] = evaluation.files
         assert only.run is not None  # evaluate_files raises otherwise
         _print_file(console, only.run)

@@ -149,7 +149,7 @@ def scores(outcomes: Sequence[QuestionOutcome], metric: str) -> list[float]:
 
 def evaluation_document(evaluation: Evaluation) -> dict[str, Any]:
     """Document of an evaluation: of one file its run, otherwise all files and a summary."""
-    if evaluation.wanted == 1 and evaluation.comparison is None:
+    if evaluation.num_files == 1 and evaluation.comparison is None:
         [only] = evaluation.files
         assert only.run is not None  # evaluate_files raises otherwise
         return run_document(only.run)

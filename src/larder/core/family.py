@@ -40,14 +40,14 @@ class Family:
 
     def names(self) -> list[str]:
         """All public names, sorted; imports the package but no part."""
-        return sorted(self.own() | self._offered().keys())
+        return sorted(self.builtin_names() | self._offered().keys())
 
-    def own(self) -> frozenset[str]:
+    def builtin_names(self) -> frozenset[str]:
         """Names of the built-in parts; quick, since no package metadata is read."""
         return _own_names(self.package)
 
     def __contains__(self, name: str) -> bool:
-        return name in self.own() or name in self._offered()
+        return name in self.builtin_names() or name in self._offered()
 
     def load(self, name: str) -> type:
         """Class of one part; imports its module only.
@@ -55,14 +55,14 @@ class Family:
         Raises:
             UnknownName: no part has this name; the message lists the nearest ones.
         """
-        if name in self.own():
+        if name in self.builtin_names():
             return import_module(f"{self.package}.{name}").Part
         if name in (offered := self._offered()):
             return offered[name].load()
         raise UnknownName(unknown_name_message(self.kind, name, self.names(), self.listing))
 
     def _offered(self) -> dict[str, EntryPoint]:
-        builtin = self.own()
+        builtin = self.builtin_names()
         return {
             point.name: point
             for point in _entry_points(f"larder.{self.kind}", tuple(sys.path))

@@ -79,13 +79,13 @@ class HiddenCapture:
     """Last hidden states of the tokens that nested calls append to one sequence.
 
     Args:
-        wanted: number of last tokens whose states are held; None for all.
+        last_tokens: number of last tokens whose states are held; None for all.
         embeddings: input embeddings of the tokens, read in place of their ids; empty for ids.
         start: true position of the first token.
     """
 
     cache: object
-    wanted: int | None
+    last_tokens: int | None
     embeddings: Float[Tensor, "_ _"]
     start: int
     parts: list[Float[Tensor, "_ hidden"]] = field(default_factory=list[Tensor])
@@ -102,15 +102,15 @@ class HiddenCapture:
         Raises:
             UsageError: states of tokens are wanted that not all layers computed.
         """
-        if batch.is_narrowed and self.wanted != 1:
+        if batch.is_narrowed and self.last_tokens != 1:
             raise UsageError(
                 "The policy leaves tokens out of deeper layers, so that only the last one has "
                 "logits: ask for these alone, with logits_to_keep=1 as generate() does, or take a "
                 "policy that reads whole() or blockwise()."
             )
         self.parts.append(hidden[0, len(batch.segments[0].reread_ids) :])
-        if self.wanted is not None:
-            self.parts = [torch.cat(self.parts)[-self.wanted :]]
+        if self.last_tokens is not None:
+            self.parts = [torch.cat(self.parts)[-self.last_tokens :]]
 
     def states(self) -> Float[Tensor, "_ hidden"]:
         """States held, in order."""

@@ -34,7 +34,7 @@ def with_reread_tokens(segment: BatchSegment, mode: Mode) -> BatchSegment:
     stores, spec = recomputed_layers(segment.cache.layers), segment.cache.cache_spec.rebuilding
     if mode is Mode.PROBE or spec is None or not spec.rereads:
         return segment
-    count = max(store.wanted for store in stores)
+    count = max(store.reread_tokens for store in stores)
     if not count:
         return segment
     source = _source_layer(segment).source

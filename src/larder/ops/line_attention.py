@@ -118,7 +118,7 @@ def choose_lines(
             break
         candidates.take(picks, is_open)
         picks = candidates.weights.masked_fill(candidates.is_taken, -torch.inf).argmax(1)
-    return candidates.taken()
+    return candidates.lines()
 
 
 class _LineCandidates:
@@ -153,7 +153,7 @@ class _LineCandidates:
         self.weights.scatter_add_(1, self.num_columns + back, -found)
         self.covered += found.sum(1)
 
-    def taken(self) -> list[AttentionLines]:
+    def lines(self) -> list[AttentionLines]:
         """Lines of each head."""
         split = self.num_columns
         return [

@@ -54,7 +54,7 @@ class AnswerForm:
                 f"There is no reasoning parser {self.reasoning_parser!r}: take one of {known}."
             )
         if self.tool_parser and self.tool_parser not in TOOL_PARSERS:
-            known = ", ".join(sorted(TOOL_PARSERS.own() - {"base"}))
+            known = ", ".join(sorted(TOOL_PARSERS.builtin_names() - {"base"}))
             raise UsageError(
                 f"There is no tool call parser {self.tool_parser!r}: take one of {known}."
             )

@@ -157,18 +157,18 @@ class PositionMap:
 class PositionMaps:
     """Position maps of all caches of a session, by cache number."""
 
-    own: dict[int, PositionMap] = field(default_factory=dict)
+    maps: dict[int, PositionMap] = field(default_factory=dict)
 
     def of(self, number: int) -> PositionMap:
         """Map of one cache; the identity if nothing is recorded."""
-        return self.own.get(number, PositionMap())
+        return self.maps.get(number, PositionMap())
 
     def file(self, source: int, target: int, start: int, text: int) -> None:
         """Record a turn that was read at `start` over cache `source`, and is in cache `target`."""
-        self.own[target] = self.of(source).with_segment(start, text)
+        self.maps[target] = self.of(source).with_segment(start, text)
 
     def refresh(self, positions: Sequence[int], text: int) -> None:
         """Reset the maps of caches rebuilt from the whole text: their length equals its length."""
         for index, position in enumerate(positions):
             if position == text:
-                self.own[index] = PositionMap()
+                self.maps[index] = PositionMap()

@@ -53,7 +53,7 @@ class OffloadedCache:
         """Move the cache to the device; this object is invalid afterwards."""
         return SequenceCache.adopt(spec, self.state, self.meta)
 
-    def shown(self, spec: ModelSpec) -> SequenceCache:
+    def host_view(self, spec: ModelSpec) -> SequenceCache:
         """Read-only view in host memory that shares the tensors."""
         return SequenceCache.adopt(spec.on_host, dict(self.state), self.meta)
 
@@ -138,7 +138,7 @@ class SessionCaches:
         """A cache for reading, on the tier that it is on."""
         if self._active is not None and self._active[0] == number:
             return self._active[1]
-        return self._offloaded[number].shown(self._spec)
+        return self._offloaded[number].host_view(self._spec)
 
     def copies(self) -> Iterator[SequenceCache]:
         """Copy every cache by number into host memory; the originals stay where they are."""
@@ -158,7 +158,7 @@ class SessionCaches:
         are activated meanwhile.
         """
         host_spec = self._spec.on_host
-        caches = {number: each.shown(self._spec) for number, each in self._offloaded.items()}
+        caches = {number: each.host_view(self._spec) for number, each in self._offloaded.items()}
         self._lent_caches = dict(self._offloaded)
         if self._active is not None:
             number, cache = self._active

@@ -133,7 +133,7 @@ def _slot_of(call: Call) -> str:
     if call.name == "protect":
         return "protect"
     for slot, family in FAMILIES.items():
-        if call.name in family.own():
+        if call.name in family.builtin_names():
             return slot
     for slot, family in FAMILIES.items():
         if call.name in family.names():

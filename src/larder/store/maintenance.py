@@ -146,7 +146,7 @@ class StoreMaintenance:
         checks.append(("The log of tokens is lost: ", lambda: reader.ids(record)))
         if record.transcript is not None:
             checks.append(("The transcript is lost: ", lambda: reader.transcript(record)))
-        checks.append(("The state beside the caches is lost: ", lambda: reader.beside(record)))
+        checks.append(("The state beside the caches is lost: ", lambda: reader.extra_state(record)))
         problems = list[str]()
         for what, check in checks:
             try:

@@ -237,7 +237,7 @@ def parse_method(name: str) -> ComparedMethod:
         LarderError: the name is neither.
     """
     base = name.partition("(")[0].strip()
-    if base in RETRIEVALS.own():
+    if base in RETRIEVALS.builtin_names():
         calls = parse(name)
         if len(calls) != 1:
             raise SpellingError(

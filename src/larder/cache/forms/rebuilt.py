@@ -122,7 +122,7 @@ class RecomputedLayer(RecoverableLayer):
         return tuple(self._evicted)
 
     @property
-    def wanted(self) -> int:
+    def reread_tokens(self) -> int:
         """Number of first tokens to read again for all evicted entries."""
         return max(
             (int(positions.max()) + 1 for positions in self._evicted if len(positions)), default=0
@@ -135,7 +135,7 @@ class RecomputedLayer(RecoverableLayer):
 
     @property
     def attention_copy_bytes(self) -> int:
-        block = min(BLOCK_TOKENS, self.wanted)
+        block = min(BLOCK_TOKENS, self.reread_tokens)
         return 2 * self.layer.kv_heads * block * self.layer.head_dim * self.entries().keys.itemsize
 
     def state(self) -> dict[str, Tensor]:

@@ -112,7 +112,7 @@ class ResponseCacheOptions(BodyPart):
     keep: bool = True
 
     @property
-    def wanted(self) -> CachedResponse:
+    def options(self) -> CachedResponse:
         """The options in the form of the engine."""
         return CachedResponse(self.category, self.use, self.key, self.sampled, self.keep)
 
@@ -255,7 +255,7 @@ async def chat_completions(http: HttpRequest, body: ChatCompletionRequest) -> Re
         context_order=body.context_order,
     )
     if body.response_cache is not None:
-        request = replace(request, cached_response=body.response_cache.wanted)
+        request = replace(request, cached_response=body.response_cache.options)
     return await _answer(
         http, body, [prompt_choices(request, body.n or 1)], hint.is_firm, CHAT_FORMAT
     )

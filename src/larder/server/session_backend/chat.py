@@ -297,7 +297,7 @@ class ChatBackend(SessionBackend):
             origin.residency.rebuilt_turns, len(state.resolved.past_turns)
         )
         residency.chat_occupancy = origin.residency.chat_occupancy
-        residency.position_maps = PositionMaps(dict(origin.residency.position_maps.own))
+        residency.position_maps = PositionMaps(dict(origin.residency.position_maps.maps))
         return residency.tier
 
     def _check(self, state: RequestState) -> None:

@@ -89,7 +89,7 @@ def encode_chat_state(session: SessionState) -> bytes:
     """The record that `restore_chat` needs beside caches and transcript."""
     residency = session.residency
     assert residency.chat_cache is not None
-    maps_by_cache = residency.position_maps.own.items()
+    maps_by_cache = residency.position_maps.maps.items()
     record = {
         "schema": SCHEMA,
         "chat": chat_state_record(residency.chat_cache.state).decode(),

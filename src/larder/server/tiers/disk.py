@@ -186,7 +186,7 @@ class StoreDiskTier(DiskTier):
                 message = "A chat needs its whole cache, but a part is read again."
                 raise Refused(message, found.reason or "slower")
             try:
-                chat_state = self._parts.reader.beside(found.record)
+                chat_state = self._parts.reader.extra_state(found.record)
             except LarderError as error:
                 raise Refused(str(error), self._parts.refusals.note_error(error)) from error
             return LoadedCaches((found.cache, *found.others), chat_state)

@@ -84,7 +84,7 @@ class ToolCall:
 
 
 @dataclass(frozen=True)
-class CallPlace:
+class CallPosition:
     """Start of a call in a text, or the index from which the search continues with more text.
 
     Args:
@@ -115,14 +115,14 @@ class ToolParser(ABC):
         """Start of a call, as by `start`, in a text that follows content of the answer."""
         return len(text)
 
-    def first_call(self, text: str, offset: int) -> CallPlace | None:
+    def first_call(self, text: str, offset: int) -> CallPosition | None:
         """Place of the first call from an index on, in an answer from `start` on.
 
         None if no call can follow; always in a form whose calls are not streamed.
         """
         return None
 
-    def later_call(self, text: str, offset: int) -> CallPlace | None:
+    def later_call(self, text: str, offset: int) -> CallPosition | None:
         """Place of the next call from an index on, at which the call before it ends."""
         return self.first_call(text, offset)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from larder.server.tool_parsers.base import (
-    CallPlace,
+    CallPosition,
     ToolCall,
     ToolParser,
     call_schema,
@@ -33,12 +33,12 @@ class Hermes(ToolParser):
     def later_start(self, text: str) -> int:
         return marker_start(text, OPEN)
 
-    def first_call(self, text: str, offset: int) -> CallPlace | None:
+    def first_call(self, text: str, offset: int) -> CallPosition | None:
         start = marker_start(text, OPEN, offset)
         space = _SPACE.match(text, start + len(OPEN))
         if space is None or space.end() == len(text):  # the marker or what follows is to come
-            return CallPlace(start, is_found=False)
-        return CallPlace(space.end(), is_found=True)
+            return CallPosition(start, is_found=False)
+        return CallPosition(space.end(), is_found=True)
 
     def grammar(self, schemas: Mapping[str, Any], most: int | None) -> str:
         count = "call" if most == 1 else 'call ("\\n" call)*'

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from larder.server.tool_parsers.base import CallPlace, ToolCall, ToolParser, call_schema, json_calls
+from larder.server.tool_parsers.base import (
+    CallPosition,
+    ToolCall,
+    ToolParser,
+    call_schema,
+    json_calls,
+)
 
 TAG = "<|python_tag|>"  # special, so that detokenizers leave it out
 SEPARATORS = " \t\r\n,;"
@@ -23,16 +29,16 @@ class Llama3Json(ToolParser):
     def calls(self, text: str) -> tuple[ToolCall, ...]:
         return json_calls(self, text)
 
-    def first_call(self, text: str, offset: int) -> CallPlace | None:
+    def first_call(self, text: str, offset: int) -> CallPosition | None:
         rest = text[offset:].lstrip().removeprefix(TAG).lstrip()
         if rest.startswith("{"):
-            return CallPlace(len(text) - len(rest), is_found=True)
-        return CallPlace(offset, is_found=False) if TAG.startswith(rest) else None
+            return CallPosition(len(text) - len(rest), is_found=True)
+        return CallPosition(offset, is_found=False) if TAG.startswith(rest) else None
 
-    def later_call(self, text: str, offset: int) -> CallPlace | None:
+    def later_call(self, text: str, offset: int) -> CallPosition | None:
         rest = text[offset:].lstrip(SEPARATORS)
         is_open = not rest or rest.startswith("{")
-        return CallPlace(len(text) - len(rest), is_found=bool(rest)) if is_open else None
+        return CallPosition(len(text) - len(rest), is_found=bool(rest)) if is_open else None
 
     def grammar(self, schemas: Mapping[str, Any], most: int | None) -> str:
         count = "call" if most == 1 else 'call ("; " call)*'

@@ -214,7 +214,7 @@ class GarbageCollection:
         Returns:
             digests of chunks that are retained without a session, on any machine.
         """
-        unused, kept = self._chunks.all_unused(since), self._chunks.kept()
+        unused, kept = self._chunks.all_unused(since), self._chunks.retained()
         needed = {*needed, *self._blobs.pending_digests(since)}
         for tenant, chunks in unused.items():
             free = [c for c in chunks if c.ref.digest not in needed and (tenant, c.key) not in kept]
@@ -222,4 +222,4 @@ class GarbageCollection:
         return {digest for digest in kept.values() if digest}
 
     def _is_free(self, chunk: PrefixChunk, tenant: str) -> bool:
-        return not self._blobs.is_in_use(chunk.ref) and not self._chunks.stays(chunk, tenant)
+        return not self._blobs.is_in_use(chunk.ref) and not self._chunks.is_retained(chunk, tenant)

@@ -311,7 +311,7 @@ class BlobTransaction:
         """
         return self._blobs.put(data, self.tenant, self.refs.append)
 
-    def stays(self, ref: BlobRef) -> bool:
+    def retain(self, ref: BlobRef) -> bool:
         """True if a blob exists; it is then protected until the transaction ends."""
         self._blobs.pin(ref.digest)
         self.refs.append(ref)

@@ -177,19 +177,19 @@ class ChunkIndex:
             if each.tokens == len(each.chunk.tokens) // 4:
                 self._records.keep(tenant, each.chunk.key)
 
-    def kept(self) -> dict[tuple[str, str], str]:
+    def retained(self) -> dict[tuple[str, str], str]:
         """Blob digests of retained chunks, by tenant and key; "" if unknown."""
         with self._manifest.reading() as rows:
             here = {(tenant, key): digest for tenant, key, digest in rows(_DIGESTS)}
         return {
             (tenant, key): here.get((tenant, key)) or self._digest(tenant, key)
-            for tenant, key in self._records.kept()
+            for tenant, key in self._records.retained()
         }
 
-    def stays(self, chunk: PrefixChunk, tenant: str) -> bool:
+    def is_retained(self, chunk: PrefixChunk, tenant: str) -> bool:
         """True if a chunk is retained, or shared by a machine other than its writer."""
         records = self._records
-        return records.is_kept(tenant, chunk.key) or records.is_shared(tenant, chunk.key)
+        return records.is_retained(tenant, chunk.key) or records.is_shared(tenant, chunk.key)
 
     def remove_unreferenced(self, tenant: str, chunks: Iterable[PrefixChunk]) -> None:
         """Remove the rows of unreferenced chunks without retained descendants; blobs remain."""

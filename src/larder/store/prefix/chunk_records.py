@@ -151,11 +151,11 @@ class ChunkRecords:
         with suppress(FileExistsError):
             self._executor.call(self._files.create, _kept_marker_path(tenant, key), b"{}")
 
-    def is_kept(self, tenant: str, key: str) -> bool:
+    def is_retained(self, tenant: str, key: str) -> bool:
         """True if a chunk is marked as retained."""
         return self._executor.call(self._files.size, _kept_marker_path(tenant, key)) is not None
 
-    def kept(self) -> set[tuple[str, str]]:
+    def retained(self) -> set[tuple[str, str]]:
         """Tenant and key of every retained chunk."""
         words = (path.split("/") for path in self._executor.call(self._paths, KEPT_FOLDER))
         return {

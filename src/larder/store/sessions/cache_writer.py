@@ -280,7 +280,7 @@ class CacheWriter:
         there |= {(each.start, each.stop - each.start): each.refs for each in stored}
         for part, span in chunk_slices(state, ids):
             found = there.get((span["start"], span["n_tokens"]), ())
-            if found and all([transaction.stays(ref) for ref in found]):
+            if found and all([transaction.retain(ref) for ref in found]):
                 refs += found
                 continue
             for level in codec_named(snapshot.codec).levels:
@@ -321,7 +321,7 @@ class CacheWriter:
         size, tenant = chunk_index.CHUNK_TOKENS, transaction.tenant
         shared = self._chunks.match_prefix(tenant, identity.key, ids)
         whole = (each.chunk for each in shared if each.tokens == size)
-        found = list(takewhile(lambda chunk: transaction.stays(chunk.ref), whole))
+        found = list(takewhile(lambda chunk: transaction.retain(chunk.ref), whole))
         least = size if least is None else least
         for start in range(size * len(found), len(ids) - least + 1, size):
             stop = min(start + size, len(ids))

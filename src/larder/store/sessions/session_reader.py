@@ -140,7 +140,7 @@ class SessionReader:
         data = self._blobs.get(record.transcript, record.tenant)
         return strip_owner(data, record.tenant, record.session)
 
-    def beside(self, record: Record) -> bytes | None:
+    def extra_state(self, record: Record) -> bytes | None:
         """Extra state saved with a session's caches; None if there is none.
 
         Raises:
