@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from transform_fidelity import BUDGETS, POLICIES, documents
 
-from larder.cache import SequenceCache, TransformedTier, TransformLayer
-from larder.cache.transformed_tier import ComponentBatch
+from larder.cache import ComponentBatch, SequenceCache, TransformedTier, TransformLayer
 from larder.core import LAST_TIER, Coder
 from larder.engine import Engine
 from larder.ops import CLASSES_PER_OCTAVE, ESCAPE, MIDDLE, classes_of, plane_coder

@@ -6,7 +6,7 @@ busy machine slows all alike; printed are the median CPU time of a step and its 
 cache's, bits of a coded number, and what fitting and coding took of reading.
 
     python benchmarks/transform_step.py --corpus FOLDER --model smollm2 --tokens 4096
-    python benchmarks/transform_step.py --corpus FOLDER --policy larder --policy "larder, range coder"
+    python benchmarks/transform_step.py --corpus FOLDER --policy "larder, range coder"
 
 Budgets are shares of the full cache's bytes in the dtype of the model.
 """

@@ -70,4 +70,5 @@ from .transform_tables import TransformTables as TransformTables
 from .transform_tables import calibrated_step as calibrated_step
 from .transform_tables import state_of as state_of
 from .transformed_tier import SPEC_KEY as SPEC_KEY
+from .transformed_tier import ComponentBatch as ComponentBatch
 from .transformed_tier import TransformedTier as TransformedTier
