@@ -4,8 +4,10 @@
 
 The model has the shape of Qwen3-0.6B unless options say otherwise. A quarter of the entries is the
 budget. `searched` searches at every step, `icecache` reads all entries up to the break-even of this
-machine. Each round takes the cases in turn: 17 steps, in which every layer offloads 16 entries
-once, as `icecache` does. Medians of CPU time over all steps, and the longest step of a round.
+machine; `three calls` searches, loads and attends in a call of its own each, in place of one call.
+Each round takes the cases in turn: 17 steps, in which every layer offloads 16 entries once, as
+`icecache` does. Medians of CPU time over all steps, their quartiles, and the longest step of a
+round.
 """
 
 from __future__ import annotations
@@ -13,13 +15,15 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from larder.cache import SequenceCache
+from larder.cache import PageFetcher, SequenceCache
 from larder.core import Mode, Plan
 from larder.models import BatchSegment, Decoder
 from larder.session import Policy, empty_cache, with_measured_recall
@@ -78,6 +82,20 @@ def step_seconds(decoder: Decoder, cache: SequenceCache, offloads: bool) -> floa
     return time.process_time() - started
 
 
+def takes_no_call(*given: object) -> bool:
+    """In place of `PageFetcher.takes_one_call`."""
+    del given
+    return False
+
+
+def round_seconds(decoder: Decoder, name: str, cache: SequenceCache) -> list[float]:
+    """CPU seconds of the steps of a case."""
+    is_split = patch.object(PageFetcher, "takes_one_call", takes_no_call)
+    with is_split if name == "three calls" else nullcontext():
+        steps = range(LAG + 1)
+        return [step_seconds(decoder, cache, n == LAG and name != "full") for n in steps]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Decode step over IceCache beside the full cache.")
     parser.add_argument("--entries", type=int, nargs="*", default=[4096, 16384, 32768])
@@ -99,23 +117,22 @@ def main() -> None:
         }
         if measured.exact and entries <= measured.exact:
             caches["searched"] = filled(decoder, sized, entries)
+        caches["three calls"] = filled(decoder, sized, entries)
         seconds: dict[str, list[list[float]]] = {name: [] for name in caches}
         for round_number in range(chosen.rounds + 1):
             for name, cache in caches.items():
-                own = [
-                    step_seconds(decoder, cache, step == LAG and name != "full")
-                    for step in range(LAG + 1)
-                ]
+                own = round_seconds(decoder, name, cache)
                 if round_number:  # the first builds the index
                     seconds[name].append(own)
         base = statistics.median(sum(seconds["full"], []))
         print(f"{entries} entries; all read up to {measured.exact or 0}")
         for name, rounds in seconds.items():
-            middle = statistics.median(sum(rounds, []))
+            low, middle, high = statistics.quantiles(sum(rounds, []), n=4)
             longest = statistics.median(max(own) for own in rounds)
             mean = statistics.mean(sum(rounds, []))
             print(
-                f"  {name:10} {middle * 1e3:7.1f} ms, {middle / base:.2f} times full; "
+                f"  {name:11} {middle * 1e3:7.1f} ms ({low * 1e3:.1f} to {high * 1e3:.1f}), "
+                f"{middle / base:.2f} times full; "
                 f"mean {mean / base:.2f}, longest of a round {longest / base:.2f}"
             )
 

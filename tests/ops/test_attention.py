@@ -283,6 +283,31 @@ def test_empty_caches_give_zero_and_minus_infinity():
     assert not out.any() and lse.isneginf().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_hidden_by_their_bias_are_as_if_absent(compiled, dtype):
+    lengths = [700, 650, 40]
+    keys, values, starts, owned = ragged_storage(0, lengths, 16, dtype)
+    bias, is_hidden = bias_of(1, keys), random(2, len(keys)) < 0
+    is_hidden[int(starts[0]) + 90 : int(starts[0]) + 640] = True  # blocks, and a part
+    is_hidden[int(starts[2]) :] = True  # a head
+    queries, logits = random(3, 6, 1, 16), torch.zeros(2, len(keys))
+    masked = bias.masked_fill(is_hidden, -1e30)
+    out, lse = compiled(queries, keys, values, starts, owned, SCALING, masked, logits)
+    rows = [
+        torch.arange(start, start + n) for start, n in zip(starts.tolist(), lengths, strict=True)
+    ]
+    kept = [own[~is_hidden[own]] for own in rows]
+    left, packed = torch.tensor([len(own) for own in kept]), torch.cat(kept)
+    rest = left.cumsum(0) - left, left, SCALING, bias[packed]
+    alone, alone_lse = compiled(queries, keys[packed], values[packed], *rest)
+    agree((out, lse[:4]), (alone, alone_lse[:4]), 2e-5)
+    assert bool((lse[4:] == -1e30).all()) and bool(alone_lse[4:].isneginf().all())
+    rows_alone = compiled(queries, keys, values, starts, owned, SCALING, masked)
+    agree(rows_alone, (alone, alone_lse), 2e-5)
+    held = torch.cat(rows)
+    assert bool((logits[:, held[is_hidden[held]]] == -1e30).all())
+
+
 def test_fully_masked_query_gives_zero_and_minus_infinity():
     mask = torch.tensor([[True, False, True], [False, False, False]])
     queries, keys, values = random(0, 4, 2, 8), random(1, 2, 3, 8), random(2, 2, 3, 8)

@@ -37,8 +37,9 @@ from .model_positions import ModelPositions as ModelPositions
 from .new_tokens import NewTokens as NewTokens
 from .offload.host_memory import HostMemoryBudget as HostMemoryBudget
 from .offload.page_fetch import PageFetcher as PageFetcher
-from .offload.page_fetch import PageSelection as PageSelection
 from .offload.page_pool import PagePool as PagePool
+from .offload.page_pool import RoomNeeded as RoomNeeded
+from .offload.page_selection import PageSelection as PageSelection
 from .offload.quantized_slow_tier import QuantizedSlowTier as QuantizedSlowTier
 from .offload.slow_tier import OffloadBatch as OffloadBatch
 from .offload.slow_tier import SlowTier as SlowTier

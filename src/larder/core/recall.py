@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import ClassVar
 
+import numpy as np
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 from larder.core.arguments import require
@@ -73,6 +74,23 @@ class RecallResult:
     log_weights: Float[Tensor, "N P"] | None = None
 
 
+@dataclass(frozen=True)
+class KeyTrees:
+    """Trees over the keys of a layer, one per kv head, as `larder.ops.dci.search` takes them.
+
+    Args:
+        tree: arrays of pages and cells.
+        bases: first page and first cell of each head, and the end of the last one's.
+        levels: of each head.
+        beams: cells of each level that a search visits in each head.
+    """
+
+    tree: tuple[Shaped[np.ndarray, "..."], ...]
+    bases: Int64[np.ndarray, "2 N"]
+    levels: Int64[np.ndarray, " K"]
+    beams: Int64[np.ndarray, " K"]
+
+
 class RecallIndex(ABC):
     """Search index over the offloaded keys of one layer, all heads in one call.
 
@@ -118,6 +136,15 @@ class RecallIndex(ABC):
     @abstractmethod
     def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
         """Result of `find` under exhaustive search over every key."""
+
+    @property
+    def has_key_trees(self) -> bool:
+        """True if `find` takes the best pages of each query head in `key_trees`, in turn."""
+        return False
+
+    def key_trees(self, count: int) -> KeyTrees:
+        """Trees in which `find` looks for `count` pages of each head, where it has some."""
+        raise NotImplementedError  # indexes that have trees override it
 
     @abstractmethod
     def contents(self, pages: Int64[Tensor, "N P"]) -> Int64[Tensor, "N P S"]:

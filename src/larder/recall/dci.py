@@ -40,7 +40,7 @@ from torch import Tensor
 from larder.core.arguments import require
 from larder.core.errors import BadParameter
 from larder.core.observation import Entries
-from larder.core.recall import RecallIndex, RecallPart, RecallResult
+from larder.core.recall import KeyTrees, RecallIndex, RecallPart, RecallResult
 from larder.core.spec import LayerSpec
 from larder.core.types import Variant
 from larder.ops import dci
@@ -160,6 +160,14 @@ class DciIndex(RecallIndex):
         layout = np.array(entries.starts), forest.tree, forest.bases, forest.levels
         ranked, seen = dci.search(queries, entries.keys, *layout, self._beams(count), count)
         return torch.from_numpy(ranked), torch.from_numpy(seen)
+
+    @property
+    def has_key_trees(self) -> bool:
+        return self._part.variant is not Variant.PAPER  # whose sets are of query heads
+
+    def key_trees(self, count: int) -> KeyTrees:
+        forest = self.forest
+        return KeyTrees(forest.tree, forest.bases, forest.levels, self._beams(count))
 
     def _beams(self, count: int) -> Array:
         """Cells of each level that a search for `count` pages visits in each head."""

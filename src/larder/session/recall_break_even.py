@@ -1,8 +1,8 @@
 """Break-even of recall: offloaded entries up to which attention to all is faster than a search.
 
 Where the slow tier is the memory that attention reads anyway, a search pays only from some length
-on. The length depends on processor, model and index; it is measured once per machine, on random
-entries, and saved under `$LARDER_HOME/break_even`.
+on. The length depends on processor, kernels, model and index; it is measured once per machine and
+library of kernels, on random entries, and saved under `$LARDER_HOME/break_even`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from larder.core.recall import RecallPart
 from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.spelling import spell
 from larder.ops.attention import ragged_attention
+from larder.ops.cpu.kernel_choice import machine
 from larder.session.policy import Policy
 
 VARIABLE = "LARDER_RECALL_BREAK_EVEN"
@@ -70,7 +71,7 @@ def break_even(recall: RecallPart, spec: ModelSpec) -> int:
         return 0
     path = home() / "break_even" / f"{platform.node()}.json"
     sizes = layer.query_heads, layer.kv_heads, layer.head_dim, spec.dtype, torch.get_num_threads()
-    key = f"{spell(recall)} {sizes}"
+    key = f"{spell(recall)} {sizes}, {machine()}"
     return measured_count(
         path, key, lambda: measure_break_even(recall, layer, spec.dtype), MAX_ENTRIES
     )
@@ -134,6 +135,9 @@ def _step_seconds(
         ragged_attention(queries, keys, values, *entries.layout, layer.scaling)
 
     def attend_found(queries: Float[Tensor, "H 1 D"]) -> None:
+        if fetcher.takes_one_call(queries, entries):
+            fetcher.step_states(queries, entries, observed, [])
+            return
         for call in fetcher.step_calls(queries, entries, observed) or ():
             call()
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from larder.cache.forms.base import AttentionCall, AttentionState
 from larder.cache.forms.tiered import TieredLayer
 from larder.cache.new_tokens import NewTokens
-from larder.cache.offload.page_fetch import PageSelection
+from larder.cache.offload.page_selection import PageSelection
 from larder.cache.spec import with_prefix
 from larder.core.errors import CacheError
 from larder.core.spec import LayerSpec

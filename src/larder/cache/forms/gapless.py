@@ -23,7 +23,7 @@ from larder.cache.forms.base import AttentionCall
 from larder.cache.forms.ragged import RaggedLayer
 from larder.cache.forms.tiered import TieredLayer
 from larder.cache.new_tokens import NewTokens
-from larder.cache.offload.page_fetch import PageSelection
+from larder.cache.offload.page_selection import PageSelection
 from larder.cache.spec import LayerOptions
 from larder.core.errors import CacheError
 from larder.core.observation import Entries

@@ -49,6 +49,7 @@ from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.types import Keys, Mode, Positions, Values
 from larder.ops.attention import ragged_attention
 from larder.ops.block_attention import BlockAttention
+from larder.ops.cpu.decode_attention import AttendedRows
 from larder.ops.cpu.removal import RowRemoval, removes_together, supports
 from larder.ops.packing import packed_rows, starts_of
 from larder.ops.removal import MIN_ROAMING_SLACK, move_rows, plan_removal, remove_rows
@@ -288,16 +289,18 @@ class RaggedLayer(RaggedSteps):
 
     def attention_calls(self, new: NewTokens) -> list[AttentionCall]:
         """Call of the kernel; it records the logits of a decode step after `record_logits`."""
+        own = self.attended_rows(new)
+        call = partial(ragged_attention, new.queries, own.keys, own.values, own.starts, own.lengths)
+        return [partial(call, self.layer.scaling, own.bias, own.logits, self.layer.softcap)]
+
+    def attended_rows(self, new: NewTokens) -> AttendedRows:
+        """Entries that new tokens attend to, with a buffer for logits that are to be recorded."""
         logits = None
         if new.is_step:
             logits = self._step_logits(len(new.queries) // self.layer.kv_heads)
         held = self._read_storage()
-        rows, bias = (
-            (held.keys, held.values, held.starts, held.lengths),
-            self._bias_of(held.columns),
-        )
-        call = partial(ragged_attention, new.queries, *rows)
-        return [partial(call, self.layer.scaling, bias, logits, self.layer.softcap)]
+        rows = held.keys, held.values, held.starts, held.lengths
+        return AttendedRows(*rows, self._bias_of(held.columns), logits)
 
     def block_call(self, new: NewTokens) -> AttentionCall | None:
         records, self._records_sums = self._records_sums and new.mode is Mode.APPEND, False

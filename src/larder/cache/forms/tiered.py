@@ -32,13 +32,8 @@ from larder.cache.forms.base import AttentionCall, AttentionState, CacheLayer
 from larder.cache.memory_usage import TensorOwner
 from larder.cache.new_tokens import NewTokens
 from larder.cache.offload.host_memory import MIB, HostMemoryBudget, HostMemoryUser
-from larder.cache.offload.page_fetch import (
-    EntryNumberCheck,
-    PageFetcher,
-    PageSelection,
-    RecallCalls,
-    SharedIndex,
-)
+from larder.cache.offload.page_fetch import PageFetcher, RecallCalls, SharedIndex
+from larder.cache.offload.page_selection import EntryNumberCheck, PageSelection
 from larder.cache.offload.slow_tier import (
     INDEX,
     OBSERVED,
@@ -306,6 +301,12 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
         return found
 
     def attention_calls(self, new: NewTokens) -> Iterator[AttentionCall]:
+        if self._recalls_in_one_call(new):
+            self._measure_layers()
+            held, resident = self._slow.entries(), self._ragged.attended_rows(new)
+            states = self.fetcher.step_states(new.queries, held, self._observed, [resident])
+            yield from (partial(lambda state: state, state) for state in states)
+            return
         yield from self._ragged.attention_calls(new)
         if len(self._slow):
             yield from self._offloaded_calls(new.queries, new.mode)
@@ -350,6 +351,13 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
         """True while a decode step attends to all offloaded entries instead of searching."""
         most = self.parking.recall.exact or 0
         return self.parking.codec is None and max(self._slow.lengths, default=0) <= most
+
+    def _recalls_in_one_call(self, new: NewTokens) -> bool:
+        """True if a kernel searches, loads pages and attends to both tiers in one call."""
+        is_step = new.is_step and self._append_kind is AppendKind.STEP
+        if not is_step or not len(self._slow) or self._reads_all or self.leader is not None:
+            return False
+        return self.fetcher.takes_one_call(new.queries, self._slow.entries())
 
     def _search(self, queries: Queries, mode: Mode) -> RecallCalls | None:
         """Search for a decode step, question or block; None for attention to all entries."""

@@ -6,8 +6,8 @@ then; the layer waits for it first. If it fails, the layer searches as without p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from weakref import WeakSet
 
@@ -18,7 +18,8 @@ from torch.nn.functional import pad
 
 from larder.cache.forms.base import AttentionCall, AttentionState
 from larder.cache.memory_usage import TensorOwner
-from larder.cache.offload.page_pool import PagePool, attend_estimate, attend_with_mean
+from larder.cache.offload.page_pool import PagePool, RoomNeeded, attend_estimate, attend_with_mean
+from larder.cache.offload.page_selection import PageSelection
 from larder.core.observation import Entries
 from larder.core.recall import (
     SAMPLE_ENTRIES,
@@ -31,6 +32,7 @@ from larder.core.recall import (
 from larder.core.spec import LayerSpec
 from larder.core.types import Queries
 from larder.ops.attention import ragged_attention
+from larder.ops.cpu.decode_attention import AttendedRows
 from larder.ops.packing import packed_rows, starts_of
 from larder.ops.search import interleaved
 
@@ -58,10 +60,24 @@ class PageFetcher(TensorOwner):
         self.shared_index = self._attach(SharedIndex(recall, layer))
         self.fetches_ahead = recall.fetch is not FetchMode.IN_TURN
         self.agreement = 0, 0  # pages found in turn, and how many of them were fetched ahead
-        self.selection: PageSelection | None = None  # of the latest step that was searched for
+        self._selection: PageSelection | None = None
+        self._found: tuple[Int64[Tensor, "K P"], tuple[int, ...]] | None = None  # by one call
         self._pool: PagePool | None = None
         self._arrived: Callable[[], bool] | None = None
         self._fetched: RecallResult | None = None
+
+    @property
+    def selection(self) -> PageSelection | None:
+        """Pages selected for the latest step that was searched for."""
+        if self._found is not None:
+            pages, lengths = self._found
+            index = self.shared_index.index
+            members = index.contents(pages)
+            self._select_pages(PageSelection(pages, index.versions(pages), members, lengths))
+        return self._selection
+
+    def _select_pages(self, selection: PageSelection | None) -> None:
+        self._selection, self._found = selection, None
 
     def selection_calls(
         self, queries: Queries, entries: Entries, selection: PageSelection
@@ -105,6 +121,54 @@ class PageFetcher(TensorOwner):
             return [fetched]
         return [fetched, partial(attend_estimate, queries, found.estimate, self.layer)]
 
+    def takes_one_call(self, queries: Queries, entries: Entries) -> bool:
+        """True if `step_states` serves a decode step over these entries."""
+        recall = self.recall
+        is_plain = recall.can_read_all and recall.search is SearchMode.INDEX and recall.pages > 0
+        if not is_plain or not self.shared_index.index.has_key_trees or self._arrived is not None:
+            return False
+        layer, (dtype, device) = self.layer, self.like
+        if type(entries) is not Entries or entries.keys.dtype != dtype or device.type != "cpu":
+            return False
+        from larder.ops.cpu.recall_step import can_recall  # not before pages are recalled
+
+        stored = entries.keys, entries.values
+        return layer.softcap is None and can_recall(queries, *stored, layer.kv_heads)
+
+    def step_states(
+        self,
+        queries: Queries,
+        entries: Entries,
+        observed: ObservedQueries,
+        resident: Sequence[AttendedRows],
+    ) -> list[AttentionState]:
+        """Attention of a decode step to recalled and to resident entries, in one kernel call.
+
+        Equal to `step_calls` in pages, slots and bits, where `takes_one_call`.
+
+        Raises:
+            MemoryError: buffers could not be allocated; pages that were requested are loaded.
+        """
+        indexed = self._entries_to_index(entries)
+        self.update_index(indexed, observed)
+        trees = self.shared_index.index.key_trees(self.recall.pages)
+        others = list(resident)
+        if indexed.lengths != entries.lengths:
+            others.append(unindexed_rows(entries, indexed.lengths))
+        pool = self._pool_of(self.layer.kv_heads, 0)
+        while True:
+            done = pool.recall(queries, trees, self.recall.pages, indexed, others)
+            if not isinstance(done, RoomNeeded):
+                break
+            pool = self._pool_of(self.layer.kv_heads, done.slots)
+            pool.widen_table(done.num_pages)
+        if done.requested or not done.outcome:
+            self._found = done.pages[:, : done.width], indexed.lengths
+        if done.outcome:
+            raise MemoryError("A step over recalled entries could not allocate its buffers.")
+        recalled, *rest = done.states  # merged in the order of several calls
+        return [*rest[: len(resident)], recalled, *rest[len(resident) :]]
+
     def union_calls(
         self, queries: Queries, entries: Entries, observed: ObservedQueries
     ) -> list[AttentionCall]:
@@ -116,8 +180,9 @@ class PageFetcher(TensorOwner):
         wide, sets = max(pages.shape[1] for pages in rows), len(rows[0])
         lists = torch.stack([pad(pages, (0, wide - pages.shape[1]), value=-1) for pages in rows], 1)
         most = (self.recall.union or 0) // self.recall.page
-        self.selection = self._select(interleaved(lists.flatten(0, 1), sets, most), most, entries)
-        return [self._load_once(self.selection, entries).attention_call(queries)]
+        selection = self._select(interleaved(lists.flatten(0, 1), sets, most), most, entries)
+        self._select_pages(selection)
+        return [self._load_once(selection, entries).attention_call(queries)]
 
     def block_calls(
         self, queries: Queries, entries: Entries, observed: ObservedQueries
@@ -126,8 +191,9 @@ class PageFetcher(TensorOwner):
         self.update_index(entries, observed)
         mean = queries.detach().float().mean(1).cpu()
         found = self.shared_index.search(mean, entries, SearchMode.EXACT)
-        self.selection = self._select(found.pages, self.recall.pages, entries)
-        return [self._load_once(self.selection, entries).attention_call(queries)]
+        selection = self._select(found.pages, self.recall.pages, entries)
+        self._select_pages(selection)
+        return [self._load_once(selection, entries).attention_call(queries)]
 
     def expect(self, arrived: Callable[[], bool] | None) -> None:
         """Use the result of `fetch` in the next decode step.
@@ -210,12 +276,13 @@ class PageFetcher(TensorOwner):
         """Search result, with its pages loaded into slots."""
         found = self._search(queries, entries, observed)
         if found.attends_all:
-            self.selection = None
+            self._select_pages(None)
             return found
-        self.selection = self._select(found.pages, self.recall.pages, entries)
-        pool = self._load(self.selection, entries)
+        selection = self._select(found.pages, self.recall.pages, entries)
+        self._select_pages(selection)
+        pool = self._load(selection, entries)
         if found.log_weights is not None:
-            pool.add_log_weights(self.selection.pages, found.log_weights)
+            pool.add_log_weights(selection.pages, found.log_weights)
         return found
 
     def _entries_to_index(self, entries: Entries) -> Entries:
@@ -253,7 +320,7 @@ class PageFetcher(TensorOwner):
 
     def _load(self, selection: PageSelection, entries: Entries) -> PagePool:
         """Slots with the selected pages loaded."""
-        pool = self._pool_for(selection)
+        pool = self._pool_of(*selection.pages.shape)
         pool.load(selection.pages, selection.versions, selection.numbers, entries)
         return pool
 
@@ -268,9 +335,9 @@ class PageFetcher(TensorOwner):
         asked = queries[:, 0].detach().float().cpu()
         return self.shared_index.search(asked, entries, self.recall.search)
 
-    def _pool_for(self, selection: PageSelection) -> PagePool:
-        """Slots for a selection; they grow to the budget only when there are enough pages."""
-        sets, width = selection.pages.shape
+    def _pool_of(self, sets: int, width: int) -> PagePool:
+        """Slots for `width` pages of each set; they grow to the budget only when there are enough
+        pages."""
         before = self._pool
         if before is None or before.sets != sets or before.slots < width:
             most = max(1, self.recall.pages * self.recall.sets(self.layer) // sets)
@@ -289,13 +356,17 @@ class PageFetcher(TensorOwner):
             self._pool = None
 
 
+def unindexed_rows(entries: Entries, indexed: tuple[int, ...]) -> AttendedRows:
+    """Entries behind the first `indexed` of each head."""
+    first, (starts, lengths) = torch.tensor(indexed), entries.layout
+    return AttendedRows(entries.keys, entries.values, starts + first, lengths - first)
+
+
 def attend_unindexed(
     queries: Queries, entries: Entries, indexed: tuple[int, ...], layer: LayerSpec
 ) -> AttentionState:
     """Attention to the entries behind the first `indexed` of each head."""
-    first, (starts, lengths) = torch.tensor(indexed), entries.layout
-    starts, lengths = starts + first, lengths - first
-    keys, values = entries.keys, entries.values
+    keys, values, starts, lengths, *_ = unindexed_rows(entries, indexed)
     if queries.device != keys.device:  # entries are in host memory
         rows, starts = packed_rows(starts, lengths), starts_of(lengths)
         keys, values = keys[rows].to(queries.device), values[rows].to(queries.device)
@@ -309,45 +380,6 @@ def _count_common_pages(
     """Number of pages in `own`, and how many of them are in `ahead`."""
     pairs = [({*a} - {-1}, {*b}) for a, b in zip(needed.tolist(), ahead.tolist(), strict=True)]
     return sum(len(a) for a, _ in pairs), sum(len(a & b) for a, b in pairs)
-
-
-@dataclass(frozen=True)
-class PageSelection:
-    """Pages selected for one decode step, question or block.
-
-    Args:
-        pages: a row per set, -1 after the last.
-        numbers: entry numbers of each page, -1 after the last.
-        lengths: searchable entries of each kv head.
-    """
-
-    pages: Int64[Tensor, "N P"]
-    versions: Int64[Tensor, "N P"]
-    numbers: Int64[Tensor, "N P S"]
-    lengths: tuple[int, ...]
-
-
-class EntryNumberCheck:
-    """Comparison of the entry numbers of two slow tiers, so that page selections can be shared.
-
-    Each entry is compared once: an entry keeps its number.
-    """
-
-    def __init__(self, heads: int) -> None:
-        self._alike: tuple[int, ...] | None = (0,) * heads  # of each head; None for different
-
-    def agrees(self, current: Entries, other: Entries) -> bool:
-        """True if all of `own` are the first entries of `other`, head by head."""
-        if self._alike is None:
-            return False
-        ends = zip(self._alike, current.lengths, strict=True)
-        for head, (seen, now) in enumerate(ends):
-            left, right = current.head_positions(head), other.head_positions(head)
-            if not torch.equal(left[seen:now], right[seen:now]):
-                self._alike = None
-                return False
-        self._alike = current.lengths
-        return True
 
 
 class SharedIndex(TensorOwner):

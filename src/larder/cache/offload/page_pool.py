@@ -12,8 +12,9 @@ The others have none, or the log-weight of their page where an index samples pag
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,16 +24,32 @@ from torch import Tensor
 from larder.cache.forms.base import AttentionCall, AttentionState
 from larder.cache.memory_usage import TensorOwner
 from larder.core.observation import Entries
-from larder.core.recall import Estimate
+from larder.core.recall import Estimate, KeyTrees
 from larder.core.spec import LayerSpec
 from larder.core.types import Queries
 from larder.ops.attention import merge_attention, ragged_attention
+from larder.ops.cpu.decode_attention import AttendedRows
+
+if TYPE_CHECKING:  # not before pages are recalled
+    from larder.ops.cpu.recall_step import RecalledStep
 
 MASKED_BIAS = -1e30  # finite, as biases must be; its weight is 0 beside anything seen
 NO_PAGE = -1
 BIAS_BYTES = 4
 
 Int64Array = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class RoomNeeded(NamedTuple):
+    """Room that slots lack for a step.
+
+    Args:
+        slots: of each set.
+        num_pages: of each head, which the table has entries for.
+    """
+
+    slots: int
+    num_pages: int
 
 
 class PagePool(TensorOwner):
@@ -117,6 +134,35 @@ class PagePool(TensorOwner):
         index = sets.to(biases.device), slots.to(biases.device)
         biases[index] = (biases[index] + added[:, None]).clamp(min=MASKED_BIAS)
 
+    def recall(
+        self,
+        queries: Queries,
+        trees: KeyTrees,
+        count: int,
+        entries: Entries,
+        others: Sequence[AttendedRows],
+    ) -> RecalledStep | RoomNeeded:
+        """Find pages, `load` them, and attend to them and to other entries, in one kernel call.
+
+        Where the slots have no room for what was found, nothing is changed.
+
+        Args:
+            queries: one per query head.
+            count: pages found for each kv head at most.
+            entries: the slow tier.
+        """
+        from larder.ops.cpu.recall_step import NO_ROOM, recall_step
+
+        own = AttendedRows(self._keys, self._values, self._starts, self._counts, self._biases)
+        tensors, scaling = self._tensors(entries), self._layer.scaling
+        done = recall_step(
+            queries, trees, count, self.page, tensors, (own, *others), scaling, MASKED_BIAS
+        )
+        self.requested, self.moved = self.requested + done.requested, self.moved + done.moved
+        if done.outcome == NO_ROOM:
+            return RoomNeeded(done.width, done.num_pages)
+        return done
+
     def _load_by_kernel(
         self,
         pages: Int64[Tensor, "N P"],
@@ -127,26 +173,26 @@ class PagePool(TensorOwner):
         """`load` in one kernel call, where slots and slow tier are in the same memory."""
         from larder.ops.cpu import page_slots
 
-        self._widen_table(int(pages.max()) + 1 if pages.numel() else 0)
+        self.widen_table(int(pages.max()) + 1 if pages.numel() else 0)
         self.requested += int((pages >= 0).sum())
-        self.moved += page_slots.load_pages(
-            {
-                "pages": pages.contiguous(),
-                "versions": versions.contiguous(),
-                "numbers": numbers.contiguous(),
-                "starts": torch.tensor(entries.starts),
-                "keys": entries.keys,
-                "values": entries.values,
-                "slot_keys": self._keys,
-                "slot_values": self._values,
-                "biases": self._biases,
-                "counts": self._counts,
-                "slot_pages": torch.from_numpy(self._pages),
-                "slot_versions": torch.from_numpy(self._versions),
-                "table": torch.from_numpy(self._table),
-            },
-            MASKED_BIAS,
-        )
+        wanted = {"pages": pages, "versions": versions, "numbers": numbers}
+        contiguous = {name: tensor.contiguous() for name, tensor in wanted.items()}
+        self.moved += page_slots.load_pages(contiguous | self._tensors(entries), MASKED_BIAS)
+
+    def _tensors(self, entries: Entries) -> dict[str, Tensor]:
+        """Slots and slow tier by the names of `page_slots.load_pages`."""
+        return {
+            "starts": torch.tensor(entries.starts),
+            "keys": entries.keys,
+            "values": entries.values,
+            "slot_keys": self._keys,
+            "slot_values": self._values,
+            "biases": self._biases,
+            "counts": self._counts,
+            "slot_pages": torch.from_numpy(self._pages),
+            "slot_versions": torch.from_numpy(self._versions),
+            "table": torch.from_numpy(self._table),
+        }
 
     def attention_call(self, queries: Queries) -> AttentionCall:
         """Attention to the pages loaded last."""
@@ -168,7 +214,7 @@ class PagePool(TensorOwner):
         tables = self._pages, self._versions, self._table
         return *own, *(torch.from_numpy(table) for table in tables)
 
-    def _widen_table(self, most: int) -> None:
+    def widen_table(self, most: int) -> None:
         """Widen the table to so many pages of each set."""
         if most > self._table.shape[1]:
             more = max(most, 2 * self._table.shape[1]) - self._table.shape[1]
@@ -177,7 +223,7 @@ class PagePool(TensorOwner):
 
     def _slots_of(self, wanted: Int64Array, versions: Int64Array) -> Int64Array:
         """Slot of each requested page: its present one, or one that is not requested."""
-        self._widen_table(int(wanted.max(initial=NO_PAGE)) + 1)
+        self.widen_table(int(wanted.max(initial=NO_PAGE)) + 1)
         slots = np.full(wanted.shape, NO_PAGE, np.int64)
         if not self._table.shape[1]:
             return slots

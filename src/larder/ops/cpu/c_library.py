@@ -239,6 +239,8 @@ def _declare(library: ctypes.CDLL) -> None:
         linear.argtypes = [*[POINTER] * 3, *[INTEGER] * 3, POINTER, ctypes.c_int32]
         getattr(library, f"larder_most_rows{suffix}").restype = INTEGER
     library.larder_load_pages.argtypes = [POINTER]
+    if hasattr(library, "larder_recall_step"):
+        library.larder_recall_step.argtypes = [POINTER]
     library.larder_tree_search.argtypes = [ctypes.POINTER(TreeSearchCall)]
     library.larder_decode_step.argtypes = [ctypes.POINTER(AttentionCall), POINTER, POINTER]
     library.larder_top_masks.argtypes = [POINTER, INTEGER, INTEGER, INTEGER, POINTER]

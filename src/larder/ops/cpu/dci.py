@@ -44,30 +44,50 @@ def search(
     library = c_library()
     if library is None or queries.shape[1] > MAX_HEAD_DIM:
         return numba_search(queries, keys, starts, tree, bases, levels, beams, count)
-    rows, stored = queries.detach().float().contiguous(), keys.detach()
+    rows = queries.detach().float().contiguous()
     ranked = np.full((len(rows), count), -1, np.int64)
     seen = np.zeros(len(rows), np.int64)
-    members, fills, _, nexts, _, _, firsts, centers, scales, means = tree
-    whole = [np.ascontiguousarray(each, np.int64) for each in (starts, levels, beams, *bases)]
-    given = *whole, members, fills, nexts, firsts, centers, scales
-    call = TreeSearchCall(
-        rows.data_ptr(),
-        stored.data_ptr(),
-        *(each.ctypes.data for each in given),
-        means.ctypes.data if means.shape[1] else None,
-        ranked.ctypes.data,
-        seen.ctypes.data,
-        heads=len(rows),
-        trees=len(whole[0]),
-        head_dim=rows.shape[1],
-        item_bytes=stored.element_size(),
-        page=members.shape[1],
-        count=count,
-        threads=max(1, min(torch.get_num_threads(), len(rows))),
-    )
+    layout = tuple(as_integers(each) for each in (starts, levels, beams, *bases))
+    call = search_call(rows, keys.detach(), layout, tree, count)
+    call.ranked, call.seen = ranked.ctypes.data, seen.ctypes.data
     if library.larder_tree_search(byref(call)):
         raise MemoryError("The search in a tree of keys could not allocate its buffers.")
     return ranked, seen
+
+
+def as_integers(numbers: Array) -> Array:
+    """Contiguous int64."""
+    return np.ascontiguousarray(numbers, np.int64)
+
+
+def search_call(
+    queries: Float[Tensor, "H D"],
+    keys: Float[Tensor, "C D"],
+    layout: tuple[Array, ...],
+    tree: tuple[Array, ...],
+    count: int,
+) -> TreeSearchCall:
+    """Call of the C kernel, without room for what it finds; it has addresses of what it is given,
+    which the caller keeps.
+
+    Args:
+        queries: float32 and contiguous.
+        layout: starts, levels, beams, bases of pages and bases of cells, by `as_integers`.
+    """
+    members, fills, _, nexts, _, _, firsts, centers, scales, means = tree
+    return TreeSearchCall(
+        queries.data_ptr(),
+        keys.data_ptr(),
+        *(each.ctypes.data for each in (*layout, members, fills, nexts, firsts, centers, scales)),
+        means.ctypes.data if means.shape[1] else None,
+        heads=queries.shape[0],
+        trees=len(layout[0]),
+        head_dim=queries.shape[1],
+        item_bytes=keys.element_size(),
+        page=members.shape[1],
+        count=count,
+        threads=max(1, min(torch.get_num_threads(), queries.shape[0])),
+    )
 
 
 def numba_search(

@@ -80,37 +80,63 @@ def decode_attention(
     library = c_library()
     if library is None or queries.shape[-1] > MAX_HEAD_DIM:
         return numba_decode_attention(queries, keys, values, starts, lengths, scaling, bias, logits)
-    num_heads, query_len, head_dim = queries.shape
-    num_kv_heads = lengths.shape[0]
-    rows = num_heads // num_kv_heads * query_len
     given = queries.float().contiguous()
     starts, lengths = starts.contiguous(), lengths.contiguous()
     bias = None if bias is None else bias.float().contiguous()
-    out = given.new_empty(num_heads, query_len, head_dim)
-    lse = given.new_empty(num_heads, query_len)
-    call = AttentionCall(
-        queries=given.data_ptr(),
-        keys=keys.data_ptr(),
-        values=values.data_ptr(),
-        bias=None if bias is None else bias.data_ptr(),
-        logits=None if logits is None else logits.data_ptr(),
-        starts=starts.data_ptr(),
-        lengths=lengths.data_ptr(),
-        outs=out.data_ptr(),
-        lses=lse.data_ptr(),
-        heads=num_kv_heads,
-        num_queries=rows,
-        head_dim=head_dim,
-        item_bytes=keys.element_size(),
-        logits_stride=0 if logits is None else logits.stride(0),
-        scaling=scaling,
-        threads=min(
-            torch.get_num_threads(), int(lengths.sum()) * rows * head_dim // SPAN_FLOATS + 1
-        ),
-    )
+    out, lse = torch.empty_like(given), given.new_empty(queries.shape[:2])
+    own = AttendedRows(keys, values, starts, lengths, bias, logits)
+    call = attention_call(given, own, int(lengths.sum()), scaling, (out, lse))
     if library.larder_decode_attention(byref(call)):
         raise MemoryError("Attention over the cache could not allocate its buffers.")
     return out, lse
+
+
+def attention_call(
+    queries: Float[Tensor, "H Q D"],
+    rows: AttendedRows,
+    num_entries: int,
+    scaling: float,
+    state: tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]],
+) -> AttentionCall:
+    """Call of the C kernel; it has addresses of the tensors, which the caller keeps.
+
+    Args:
+        queries: float32 and contiguous, as is what `rows` holds but for keys, values and layout.
+        num_entries: about so many; they decide on the number of threads.
+        state: output and log-sum-exp, which the call writes.
+    """
+    num_kv_heads, logits = rows.lengths.shape[0], rows.logits
+    group_len = queries.shape[0] // num_kv_heads * queries.shape[1]
+    floats = num_entries * group_len * queries.shape[2]
+    return AttentionCall(
+        queries=queries.data_ptr(),
+        keys=rows.keys.data_ptr(),
+        values=rows.values.data_ptr(),
+        bias=None if rows.bias is None else rows.bias.data_ptr(),
+        logits=None if logits is None else logits.data_ptr(),
+        starts=rows.starts.data_ptr(),
+        lengths=rows.lengths.data_ptr(),
+        outs=state[0].data_ptr(),
+        lses=state[1].data_ptr(),
+        heads=num_kv_heads,
+        num_queries=group_len,
+        head_dim=queries.shape[2],
+        item_bytes=rows.keys.element_size(),
+        logits_stride=0 if logits is None else logits.stride(0),
+        scaling=scaling,
+        threads=min(torch.get_num_threads(), floats // SPAN_FLOATS + 1),
+    )
+
+
+class AttendedRows(NamedTuple):
+    """Entries that `decode_attention` attends to; its arguments."""
+
+    keys: Float[Tensor, "C D"]
+    values: Float[Tensor, "C D"]
+    starts: Int[Tensor, " K"]
+    lengths: Int[Tensor, " K"]
+    bias: Float[Tensor, " C"] | None = None
+    logits: Float[Tensor, "N C"] | None = None
 
 
 class StepSegment(NamedTuple):

@@ -43,19 +43,29 @@ def load_pages(tensors: dict[str, Tensor], masked: float) -> int:
     """
     library = c_library()
     assert library is not None, "callers ask supports() first"
-    numbers, slots = tensors["numbers"], tensors["slot_pages"]
-    sets, width, page = numbers.shape
-    call = PageLoad(
-        *(tensors[name].data_ptr() for name in _POINTERS),
+    call = page_load(tensors, tensors["numbers"].shape[2], masked)
+    call.width = tensors["numbers"].shape[1]
+    if library.larder_load_pages(byref(call)):
+        raise MemoryError("Loading pages into slots could not allocate its buffers.")
+    return call.moved
+
+
+def page_load(tensors: dict[str, Tensor], page: int, masked: float) -> PageLoad:
+    """Call of the C kernel, without the number of pages to load; what to load may be missing. It
+    has addresses of the tensors, which the caller keeps.
+
+    Args:
+        tensors, masked: see `load_pages`.
+        page: entries of a page.
+    """
+    sets, slots = tensors["slot_pages"].shape
+    return PageLoad(
+        **{name: tensor.data_ptr() for name, tensor in tensors.items()},
         sets=sets,
-        width=width,
-        slots=slots.shape[1],
+        slots=slots,
         page=page,
         kv_heads=tensors["starts"].shape[0],
         table_width=tensors["table"].shape[1],
         row_bytes=tensors["keys"].shape[1] * tensors["keys"].element_size(),
         masked=masked,
     )
-    if library.larder_load_pages(byref(call)):
-        raise MemoryError("Loading pages into slots could not allocate its buffers.")
-    return call.moved

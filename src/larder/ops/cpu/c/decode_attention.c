@@ -18,6 +18,7 @@
 #define LINE 64        /* bytes that are fetched at once */
 #define AHEAD 48       /* rows whose entries are fetched ahead, into the second cache */
 #define PART 512       /* rows of a head that one thread reads at a time */
+#define HIDDEN_BIAS -1e29f /* below it a row has no weight beside others, and is not read */
 
 /* Entries of one head that stand in several storages, numbered from the first one on. */
 struct splice {
@@ -177,7 +178,8 @@ static void attend_as_thread(void *given) {
         attend_share(parts, share, parts->shares);
 }
 
-/* Merge the parts of every head; a head without entries gives 0 and -inf. */
+/* Merge the parts of every head; a head without entries, or with hidden ones alone, gives 0 and
+ * -inf (a hidden logit where logits are asked for). */
 static void merge_parts(const struct parts *parts) {
     const struct attention *call = parts->call;
     int64_t rows = call->num_queries, dim = call->head_dim, p = 0;
@@ -186,19 +188,22 @@ static void merge_parts(const struct parts *parts) {
         while (p < parts->count && parts->head[p] == head)
             p++;
         for (int64_t n = 0; n < rows; n++) {
-            float *out = call->outs + (head * rows + n) * dim, peak = -INFINITY, mass = 0;
+            float *out = call->outs + (head * rows + n) * dim, peak = -INFINITY, mass = 0, whole = 0;
             memset(out, 0, (size_t)dim * sizeof(float));
-            for (int64_t q = first; q < p; q++)
-                peak = parts->peaks[q * rows + n] > peak ? parts->peaks[q * rows + n] : peak;
             for (int64_t q = first; q < p; q++) {
+                peak = parts->peaks[q * rows + n] > peak ? parts->peaks[q * rows + n] : peak;
+                whole += parts->masses[q * rows + n];
+            }
+            int is_seen = p > first && whole != 0; /* of NaN as well */
+            for (int64_t q = first; q < p && is_seen; q++) {
                 float share = expf(parts->peaks[q * rows + n] - peak);
                 const float *part = parts->outs + (q * rows + n) * dim;
                 mass += share * parts->masses[q * rows + n];
                 for (int64_t d = 0; d < dim; d++)
                     out[d] += share * part[d];
             }
-            call->lses[head * rows + n] = p > first ? peak + logf(mass) : -INFINITY;
-            for (int64_t d = 0; p > first && d < dim; d++)
+            call->lses[head * rows + n] = is_seen ? peak + logf(mass) : -INFINITY;
+            for (int64_t d = 0; is_seen && d < dim; d++)
                 out[d] /= mass;
         }
     }

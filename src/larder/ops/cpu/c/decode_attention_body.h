@@ -27,13 +27,20 @@ TARGET INLINE float NAME(sum)(floats values) {
     return sum;
 }
 
-/* Logits of the stored rows [first, first + count) with every query, biases included. */
+/* Logits of the stored rows [first, first + count) with every query, biases included; products of
+ * the `seen` rows alone. */
 TARGET INLINE void NAME(score)(const struct attention *call, const floats *queries, int64_t first,
-                               int64_t count, floats *logits, floats *sums, int64_t dim) {
+                               int64_t count, uint32_t seen, floats *logits, floats *sums,
+                               int64_t dim) {
     const char *keys = (const char *)call->keys;
     int64_t vectors = (dim + LANES - 1) / LANES, rows = call->num_queries;
     for (int64_t b = 0; b < LANES; b++) {
-        const char *key = keys + (first + (b < count ? b : count - 1)) * dim * call->item_bytes;
+        if (!(seen >> b & 1)) {
+            for (int64_t n = 0; n < rows; n++)
+                sums[n * LANES + b] = (floats){0};
+            continue;
+        }
+        const char *key = keys + (first + b) * dim * call->item_bytes;
         floats row[MAX_VECTORS];
         for (int64_t byte = 0; !call->coded && byte < dim * call->item_bytes; byte += LINE)
             __builtin_prefetch(key + AHEAD * dim * call->item_bytes + byte, 0, 2);
@@ -78,14 +85,16 @@ TARGET INLINE void NAME(raise)(floats *logits, int64_t count, int64_t rows, int6
     }
 }
 
-/* Add the weighted value rows of one block. */
+/* Add the weighted value rows of one block that are `seen`. */
 TARGET INLINE void NAME(accumulate)(const struct attention *call, const floats *weights,
-                                    int64_t first, int64_t count, floats *values, floats *outs,
+                                    int64_t first, uint32_t seen, floats *values, floats *outs,
                                     int64_t dim) {
     const char *stored = (const char *)call->values;
-    int64_t vectors = (dim + LANES - 1) / LANES;
+    int64_t vectors = (dim + LANES - 1) / LANES, count = 0, lanes[LANES];
+    for (; seen; seen &= seen - 1)
+        lanes[count++] = __builtin_ctz(seen);
     for (int64_t b = 0; b < count; b++) {
-        const char *value = stored + (first + b) * dim * call->item_bytes;
+        const char *value = stored + (first + lanes[b]) * dim * call->item_bytes;
         for (int64_t byte = 0; !call->coded && byte < dim * call->item_bytes; byte += LINE)
             __builtin_prefetch(value + AHEAD * dim * call->item_bytes + byte, 0, 2);
         for (int64_t v = 0; v < vectors; v++)
@@ -99,10 +108,18 @@ TARGET INLINE void NAME(accumulate)(const struct attention *call, const floats *
             sums[v] = outs[n * vectors + v];
         for (int64_t b = 0; b < count; b++)
             for (int64_t v = 0; v < vectors; v++)
-                sums[v] += weight[b] * values[b * vectors + v];
+                sums[v] += weight[lanes[b]] * values[b * vectors + v];
         for (int64_t v = 0; v < vectors; v++)
             outs[n * vectors + v] = sums[v];
     }
+}
+
+/* The rows of a block that a bias does not hide, as bits. */
+TARGET INLINE uint32_t NAME(seen_rows)(const struct attention *call, int64_t first, int64_t count) {
+    uint32_t seen = 0;
+    for (int64_t b = 0; call->bias && b < count; b++)
+        seen |= (uint32_t)!(call->bias[first + b] < HIDDEN_BIAS) << b;
+    return call->bias ? seen : (1u << count) - 1;
 }
 
 /* Unnormalized attention of one head over the stored rows [first, stop), or over these entries of
@@ -136,9 +153,12 @@ TARGET INLINE void NAME(attend_part)(const struct attention *call, const float *
             row = splice_rows(&copied, block, count);
             from = &copied;
         }
-        NAME(score)(from, scaled, row, count, logits, sums, dim);
+        uint32_t seen = NAME(seen_rows)(from, row, count);
+        if (!seen && !from->logits)
+            continue;
+        NAME(score)(from, scaled, row, count, seen, logits, sums, dim);
         NAME(raise)(logits, count, rows, vectors, peaks, masses, outs);
-        NAME(accumulate)(from, logits, row, count, values, outs, dim);
+        NAME(accumulate)(from, logits, row, seen, values, outs, dim);
     }
     for (int64_t n = 0; n < rows; n++)
         memcpy(out + n * dim, &outs[n * vectors], (size_t)dim * sizeof(float));

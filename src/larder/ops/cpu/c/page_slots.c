@@ -4,22 +4,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define NO_PAGE -1
+#include "page_slots.h"
 
-struct page_load {
-    const int64_t *pages, *versions; /* [sets, width], -1 behind the last page of a set */
-    const int64_t *numbers;          /* [sets, width, page], -1 behind the last entry of a page */
-    const int64_t *starts;           /* row of the first entry of each kv head */
-    const char *keys, *values;       /* stored rows */
-    char *slot_keys, *slot_values;   /* [sets, slots, page] rows */
-    float *biases;                   /* [sets, slots, page] */
-    int64_t *counts;                 /* [sets]: rows that attention reads */
-    int64_t *slot_pages, *slot_versions; /* [sets, slots] */
-    int32_t *table;                      /* [sets, table_width]: the slot of each page */
-    int64_t sets, width, slots, page, kv_heads, table_width, row_bytes;
-    float masked;
-    int32_t moved; /* out: pages copied */
-};
+#define NO_PAGE -1
 
 /* Slot of each requested page: its present one, or the first that is not requested. */
 static void choose_slots(const struct page_load *call, int64_t set, int64_t *into, char *taken) {
@@ -97,19 +84,21 @@ static void mark_entries(const struct page_load *call, int64_t set, const int64_
     call->counts[set] = seen * rows;
 }
 
+void larder_load_set(struct page_load *call, int64_t set, int64_t *into, char *taken) {
+    choose_slots(call, set, into, taken + call->width);
+    move_pages(call, set, into, taken);
+    mark_entries(call, set, into);
+}
+
 /* Returns 0, or 1 if memory is short. */
 int larder_load_pages(struct page_load *call) {
     int64_t *into = malloc((size_t)(call->width + 1) * sizeof *into +
                            (size_t)(call->width + call->slots));
     if (!into)
         return 1;
-    char *moves = (char *)(into + call->width), *taken = moves + call->width;
     call->moved = 0;
-    for (int64_t set = 0; set < call->sets; set++) {
-        choose_slots(call, set, into, taken);
-        move_pages(call, set, into, moves);
-        mark_entries(call, set, into);
-    }
+    for (int64_t set = 0; set < call->sets; set++)
+        larder_load_set(call, set, into, (char *)(into + call->width));
     free(into);
     return 0;
 }

@@ -10,25 +10,11 @@
 #include <string.h>
 
 #include "c_library.h"
+#include "tree_search.h"
 
 #define CACHE_LINE 64 /* bytes */
-
-struct tree_search {
-    const float *queries; /* [heads, head_dim] */
-    const void *keys;     /* [stored rows, head_dim], float32 or bfloat16 by item_bytes */
-    const int64_t *starts, *levels, *beams; /* of each tree */
-    const int64_t *page_bases, *cell_bases; /* [trees + 1] */
-    const int32_t *members;                 /* [pages, page] */
-    const int16_t *fills;
-    const int32_t *nexts;
-    const int32_t *firsts, *centers; /* of each cell */
-    const float *scales;
-    const int8_t *means; /* [cells, head_dim], or NULL */
-    int64_t *ranked;     /* [heads, count], filled with -1 */
-    int64_t *seen;       /* [heads] */
-    int64_t heads, trees, head_dim, item_bytes, page, count;
-    int64_t threads;
-};
+#define KEYS_AHEAD 4     /* pages whose keys are fetched before they are compared */
+#define MEMBERS_AHEAD 16 /* the same of the numbers of their entries */
 
 /* List of numbers, the highest value first, ties to the lower number. */
 struct ranking {
@@ -63,14 +49,37 @@ static const char *row_of_member(const struct tree_search *call, int64_t tree, i
            (call->starts[tree] + entry) * call->head_dim * call->item_bytes;
 }
 
-/* Have the keys of a page on their way to the processor's cache. */
+/* Have the keys of a page, and the means of its cells, on their way to the processor's cache. */
 INLINE void fetch_page(const struct tree_search *call, int64_t tree, int64_t page, int64_t level) {
     page += call->page_bases[tree];
     for (int64_t b = 0; b < call->fills[page]; b++) {
-        const char *row = row_of_member(call, tree, call->members[page * call->page + b], level);
-        for (int64_t line = 0; line < call->head_dim * call->item_bytes; line += CACHE_LINE)
-            __builtin_prefetch(row + line);
+        int64_t member = call->members[page * call->page + b];
+        const char *row = row_of_member(call, tree, member, level);
+        for (int64_t byte = 0; byte < call->head_dim * call->item_bytes; byte += CACHE_LINE)
+            __builtin_prefetch(row + byte, 0, 2);
+        const int8_t *mean = call->means + (call->cell_bases[tree] + member) * call->head_dim;
+        for (int64_t byte = 0; level && call->means && byte < call->head_dim; byte += CACHE_LINE)
+            __builtin_prefetch(mean + byte, 0, 2);
     }
+}
+
+/* The same of the numbers of its entries. */
+INLINE void fetch_members(const struct tree_search *call, int64_t tree, int64_t page) {
+    page += call->page_bases[tree];
+    __builtin_prefetch(call->fills + page);
+    __builtin_prefetch(call->members + page * call->page);
+}
+
+/* Pages of the cells that a search visits on a level, in order; returns their number. */
+INLINE int64_t list_pages(const struct tree_search *call, int64_t tree, const int64_t *cells,
+                          int64_t count, int32_t *listed) {
+    const int32_t *firsts = call->firsts + call->cell_bases[tree];
+    const int32_t *nexts = call->nexts + call->page_bases[tree];
+    int64_t held = 0;
+    for (int64_t c = 0; c < count; c++)
+        for (int32_t page = firsts[cells[c]]; page >= 0; page = nexts[page])
+            listed[held++] = page;
+    return held;
 }
 
 INLINE void insert_ranked(struct ranking *list, float value, int64_t number) {

@@ -69,22 +69,22 @@ TARGET INLINE void NAME(compare_page)(const struct tree_search *call, const floa
 
 TARGET INLINE void NAME(descend)(const struct tree_search *call, int64_t tree, const floats *query,
                                  struct ranking *pages, struct ranking *cells, int64_t *chosen,
-                                 int64_t *seen, int64_t dim) {
+                                 int32_t *listed, int64_t *seen, int64_t dim) {
     int64_t wide = 1;
     chosen[0] = 0;
     for (int64_t level = call->levels[tree] - 1; level >= 0; level--) {
         cells->held = 0;
-        for (int64_t c = 0; c < wide; c++)
-            for (int64_t page = call->firsts[call->cell_bases[tree] + chosen[c]]; page >= 0;
-                 page = call->nexts[call->page_bases[tree] + page]) {
-                int64_t next = call->nexts[call->page_bases[tree] + page];
-                if (next < 0 && c + 1 < wide)
-                    next = call->firsts[call->cell_bases[tree] + chosen[c + 1]];
-                if (next >= 0)
-                    fetch_page(call, tree, next, level);
-                NAME(compare_page)(call, query, tree, page, level, pages, cells, dim);
-                *seen += call->fills[call->page_bases[tree] + page];
-            }
+        int64_t count = list_pages(call, tree, chosen, wide, listed);
+        for (int64_t p = -MEMBERS_AHEAD; p < count; p++) {
+            if (p + MEMBERS_AHEAD < count)
+                fetch_members(call, tree, listed[p + MEMBERS_AHEAD]);
+            if (p + KEYS_AHEAD >= 0 && p + KEYS_AHEAD < count)
+                fetch_page(call, tree, listed[p + KEYS_AHEAD], level);
+            if (p < 0)
+                continue;
+            NAME(compare_page)(call, query, tree, listed[p], level, pages, cells, dim);
+            *seen += call->fills[call->page_bases[tree] + listed[p]];
+        }
         wide = cells->held;
         memcpy(chosen, cells->numbers, (size_t)wide * sizeof *chosen);
     }
@@ -96,8 +96,10 @@ TARGET static int NAME(search)(const struct tree_search *call, int64_t head) {
     int64_t cells_there = call->cell_bases[tree + 1] - call->cell_bases[tree];
     int64_t width = call->beams[tree] < cells_there ? call->beams[tree] : cells_there;
     width = width > 1 ? width : 1;
+    int64_t pages_there = call->page_bases[tree + 1] - call->page_bases[tree];
     int64_t *chosen = malloc((size_t)width * (2 * sizeof(int64_t) + sizeof(float)) +
-                             (size_t)call->count * sizeof(float));
+                             (size_t)call->count * sizeof(float) +
+                             (size_t)pages_there * sizeof(int32_t));
     if (!chosen)
         return 1;
     floats query[MAX_VECTORS];
@@ -105,7 +107,8 @@ TARGET static int NAME(search)(const struct tree_search *call, int64_t head) {
         query[v] = NAME(load)(call->queries + head * dim, v * LANES, dim, 0);
     struct ranking cells = {(float *)(chosen + 2 * width), chosen + width, 0, width};
     struct ranking pages = {cells.values + width, call->ranked + head * call->count, 0, call->count};
-#define DESCEND(dim) NAME(descend)(call, tree, query, &pages, &cells, chosen, &seen, dim)
+    int32_t *listed = (int32_t *)(pages.values + call->count);
+#define DESCEND(dim) NAME(descend)(call, tree, query, &pages, &cells, chosen, listed, &seen, dim)
     switch (dim) {
     case 64: DESCEND(64); break;
     case 128: DESCEND(128); break;
