@@ -119,7 +119,7 @@ def measured_once(session_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calibrations of a model are kept for all tests that ask for this, not by each test."""
     monkeypatch.setattr("larder.models.calibration.home", lambda: session_home)
     monkeypatch.setattr(
-        "larder.cache.transform_tables.tables_path",
+        "larder.cache.transform_tables.measured_path",
         lambda fingerprint, name: session_home / fingerprint / f"{name}.safetensors",
     )
 

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 import larder
 from larder import Chat, Engine, LarderCache, Policy
+from larder.cache import tables_path
 from larder.cli.options import ModelOptions
 from larder.cli.question_run import choose_policy
 from larder.core import UnknownName
-from larder.session import TextKind, conversation_of, with_measured_recall
+from larder.session import (
+    TextKind,
+    conversation_of,
+    missing_for_larder,
+    policy_for_kind,
+    with_measured_recall,
+)
 from tiny_models import tiny
 
+KNOWN = "1ee2b6a19dfb828a8691c8c5b50ce8f9"  # smollm2, whose transforms come with the package
 TEXT = "My cat is called Minka. " * 40
 MESSAGES = [{"role": "user", "content": TEXT}, {"role": "assistant", "content": "Nice."}]
 
@@ -64,14 +76,68 @@ def test_prompts_inside_transformers_have_the_policy_of_prompts() -> None:
 
 
 @pytest.mark.parametrize("kind", ["document", "conversation", "contexts"])
-def test_command_line_and_engine_have_the_same_defaults(kind: str) -> None:
+def test_command_line_and_engine_have_the_same_defaults(engine: Engine, kind: str) -> None:
     given = {
         "document": conversation_of(TEXT),
         "conversation": conversation_of(MESSAGES),
         "contexts": conversation_of(None, [TEXT, TEXT]),
     }
-    options = choose_policy(ModelOptions(), [given[kind]])
-    assert options.policy == larder.default_policy(kind)
+    for spec in (
+        engine.loaded.decoder.spec,
+        replace(engine.loaded.decoder.spec, fingerprint=KNOWN),
+    ):
+        options = choose_policy(ModelOptions(), [given[kind]], spec)
+        assert options.policy == larder.default_policy(kind, spec)
+
+
+def test_documents_of_a_calibrated_model_are_read_under_larder(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elsewhere, and without the kernel or the transforms, under kvzip."""
+    spec = engine.loaded.decoder.spec
+    known = replace(spec, fingerprint=KNOWN)
+    assert larder.default_policy("document", known) == "larder"
+    assert policy_for_kind(None, known, TextKind.DOCUMENT) == Policy.parse("larder")
+    assert policy_for_kind(None, spec, TextKind.DOCUMENT) == Policy.parse("kvzip")
+    assert larder.default_policy("conversation", known) == larder.default_policy("conversation")
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    for other, missing in (
+        (spec, "`larder model calibrate MODEL transform` was not run"),
+        (replace(known, device=cuda), "for CPUs"),
+        (replace(known, layer_devices=(cpu, cuda)), "for CPUs"),
+    ):
+        assert missing in missing_for_larder(other)
+        assert larder.default_policy("document", other) == "kvzip"
+    monkeypatch.setattr("larder.ops.plane_coder.c_library", lambda: None)
+    assert "not compiled" in missing_for_larder(known)
+    assert larder.default_policy("document", known) == "kvzip"
+
+
+def test_documents_are_read_under_larder_once_the_model_is_calibrated(engine: Engine) -> None:
+    spec = engine.loaded.decoder.spec
+    path = tables_path(spec.fingerprint, "transform")
+    assert larder.default_policy("document", spec) == "kvzip"
+    path.parent.mkdir(parents=True)
+    path.touch()
+    assert larder.default_policy("document", spec) == "larder"
+
+
+def test_reason_of_the_default_policy_is_printed(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = list[str]()
+    spec = engine.loaded.decoder.spec
+    printer = SimpleNamespace(print=lambda line, **options: lines.append(line))
+    monkeypatch.setattr("larder.cli.question_run.progress_console", lambda: printer)
+    text, talk = conversation_of(TEXT), conversation_of(MESSAGES)
+    choose_policy(ModelOptions(), [text], spec)
+    choose_policy(ModelOptions(), [text], replace(spec, fingerprint=KNOWN))
+    choose_policy(ModelOptions(), [talk], spec)
+    choose_policy(ModelOptions(policy="full"), [text], spec)
+    kvzip, transformed, episodes = lines
+    assert kvzip.startswith("Policy kvzip, ") and "larder model calibrate MODEL transform" in kvzip
+    assert transformed.startswith("Policy larder, ") and "calibrate" not in transformed
+    assert episodes.startswith("Policy epicache_pooled, ") and "calibrate" not in episodes
 
 
 def test_unknown_kind_lists_the_known() -> None:

@@ -10,8 +10,13 @@ from importlib.resources import files
 from typing import Any
 
 import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
-from larder.core import ModelError
+from builders import a_layer
+from larder.cache import TransformTables, measured_path, packaged_path, tables_path
+from larder.core import ModelError, TransformSpec
 from larder.models import (
     MEASUREMENTS,
     PACKAGED_MODELS,
@@ -119,8 +124,51 @@ def test_packaged_values_match_a_new_measurement(row, larder_home, monkeypatch) 
     assert loaded.decoder.spec.fingerprint == row["fingerprint"]
     encode_text = TokenizerAdapter(loaded.tokenizer).encode
     measured = calibrate(loaded.decoder, encode_text, frozenset({row["name"]}))
+    if row["name"] == "transform":
+        assert measured["transform"] == pytest.approx(row["values"], rel=0.02)
+        return
     lost = [1 - value for value in measured[row["name"]]]  # what budgets are made of
     assert lost == pytest.approx([1 - value for value in row["values"]], rel=0.05, abs=2e-5)
+
+
+def test_packaged_tensors_belong_to_packaged_values() -> None:
+    """Values are the mean deviations of the tensors, so both are of one measurement."""
+    rows = [row for row in packaged() if row["name"] == "transform"]
+    for row in rows:
+        path = packaged_path(row["fingerprint"], row["name"])
+        assert path is not None
+        means = MEASUREMENTS.load("transform")().summary(load_file(path))
+        assert means == pytest.approx(row["values"], abs=2e-6)
+    folder = files("larder.models") / "calibrated"
+    cards = [safe_open(str(each), "pt").metadata()["card"] for each in folder.iterdir()]
+    known = [one for card in cards for one in json.loads(card)["fingerprints"]]
+    assert sorted(known) == sorted(row["fingerprint"] for row in rows)
+    assert packaged_path("another", "transform") is None
+
+
+def test_own_tensors_go_before_packaged_ones(larder_home) -> None:
+    [fingerprint] = {row["fingerprint"] for row in packaged() if row["model"] == "smollm2"}
+    path = packaged_path(fingerprint, "transform")
+    assert path is not None and measured_path(fingerprint, "transform") == path
+    layer = replace(a_layer(kv_heads=3), head_dim=64, radians=(0.5,) * 32)
+    spec = TransformSpec(model=fingerprint)
+    shipped = TransformTables.load(layer, spec)
+    assert shipped.forward.dtype == torch.float32 and shipped.forward.shape == (2, 3, 64, 64)
+    own = tables_path(fingerprint, "transform")
+    own.parent.mkdir(parents=True)
+    save_file({n: 2 * tensor.float() for n, tensor in load_file(path).items()}, own)
+    assert measured_path(fingerprint, "transform") == own
+    assert torch.equal(TransformTables.load(layer, spec).forward, 2 * shipped.forward)
+
+
+def test_tensors_of_other_parameters_are_measured_again(larder_home) -> None:
+    """Not told by packaged numbers: caches would read the tensors that are there."""
+    measurement = MEASUREMENTS.load("transform")()
+    assert measurement.takes_packaged(larder_home)
+    larder_home.mkdir(parents=True)
+    (larder_home / measurement.file_name).touch()
+    assert not measurement.takes_packaged(larder_home)
+    assert SMALL["squeeze"].takes_packaged(larder_home)
 
 
 def test_progress_is_the_percentage_of_all_measurements(three_layers, small, larder_home) -> None:

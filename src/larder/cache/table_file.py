@@ -1,4 +1,8 @@
-"""Tables that are trained once per model, and their safetensors files under its fingerprint."""
+"""Tables that are trained or measured once per model, and their safetensors files.
+
+They lie under the model's fingerprint; those of models that `larder model list` names come with the
+package, for measurements that take long (`models/calibrated/`), found by fingerprint, too.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, cached_property
+from importlib.resources import files
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
@@ -18,6 +23,8 @@ from larder.core.errors import MissingWeights, ModelError
 from larder.core.home import home
 
 Tables = TypeVar("Tables", bound="TrainedTables")
+PACKAGED = "models/calibrated"  # folder of this package
+SUFFIX = ".safetensors"
 CARD = "card"  # key of the card in the metadata of a safetensors file
 
 
@@ -98,7 +105,29 @@ class TrainedTables(ABC):
 
 def tables_path(fingerprint: str, name: str) -> Path:
     """File of the tables of a model, by the method or measurement that makes them."""
-    return home() / fingerprint / f"{name}.safetensors"
+    return home() / fingerprint / f"{name}{SUFFIX}"
+
+
+def measured_path(fingerprint: str, name: str) -> Path:
+    """File of the tensors that a measurement of a model made: its own, if there is one, else that
+    of the package; the path of its own, if there is neither.
+    """
+    own = tables_path(fingerprint, name)
+    return own if own.is_file() else packaged_path(fingerprint, name) or own
+
+
+@cache
+def packaged_path(fingerprint: str, name: str) -> Path | None:
+    """File of a measurement that comes with the package; None if there is none of this model."""
+    from safetensors import safe_open
+
+    folder = Path(str(files("larder") / PACKAGED))
+    for path in sorted(folder.glob(f"{name}.*{SUFFIX}")):
+        with safe_open(path, framework="pt") as file:
+            card = json.loads((file.metadata() or {}).get(CARD, "{}"))
+        if fingerprint in card.get("fingerprints", ()):
+            return path
+    return None
 
 
 def tensors_digest(tensors: Iterable[Tensor]) -> str:

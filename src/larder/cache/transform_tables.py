@@ -2,9 +2,9 @@
 
     keys before rotation, values [K, D]  -  mean  ->  x forward  ->  components [K, D]
 
-One file of tensors per model and calibration, under `$LARDER_HOME/<fingerprint>/`, that
-`larder.models.measurements.transform` and its siblings write. Caches share what is read from it.
-Their own bytes do not include it: `TransformTables.nbytes` counts it.
+One file of tensors per model and calibration, under `$LARDER_HOME/<fingerprint>/` or in the
+package, that `larder.models.measurements.transform` and its siblings write. Caches share
+what is read from it. Their own bytes do not include it: `TransformTables.nbytes` counts it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, Int, Int32
 from torch import Tensor
 
-from larder.cache.table_file import read_tensors, tables_path, tensors_digest
+from larder.cache.table_file import measured_path, read_tensors, tensors_digest
 from larder.core.codec import Coder, RopeStage, TransformSpec
 from larder.core.errors import CacheError
 from larder.core.spec import LayerSpec
@@ -130,7 +130,7 @@ class TransformTables:
                 f"Layer {layer.index} has a rotary embedding unknown to Larder, so its keys "
                 "cannot be unrotated: use a storage other than transform() and kvquant()."
             )
-        path = tables_path(spec.model, spec.calibration)
+        path = measured_path(spec.model, spec.calibration)
         is_unrotated = spec.rope is RopeStage.BEFORE
         radians = layer.radians if is_unrotated else (0.0,) * len(layer.radians)
         try:
@@ -159,7 +159,7 @@ def _read(
     forward, mean, deviation, *levels = read_tensors(
         path, [f"{layer}.{part}" for part in names]
     ).values()
-    return TransformTables(forward, mean, deviation, radians, *levels)
+    return TransformTables(forward.float(), mean, deviation, radians, *levels)  # packed as halves
 
 
 def calibrated_step(spec: TransformSpec) -> float:
@@ -168,7 +168,7 @@ def calibrated_step(spec: TransformSpec) -> float:
     Args:
         spec: of a calibrated model, whose tables `TransformTables.load` finds.
     """
-    path = tables_path(spec.model, spec.calibration)
+    path = measured_path(spec.model, spec.calibration)
     return _step(path, path.stat().st_mtime_ns, spec.coder, spec.bits)
 
 

@@ -95,7 +95,7 @@ def ask(
 
     Questions are independent. A question whose answer is in FILE is scored.
     """
-    from larder.cli.question_run import choose_policy, open_engine
+    from larder.cli.question_run import open_engine
 
     _check_page(explain)
     check_codec(codec, resume_deadline)
@@ -111,8 +111,7 @@ def ask(
     conversation = _read_files(file, context)
     questions = [_question_of(conversation, text) for text in question]
     prompts = _prompts(prompt)
-    options = choose_policy(options, [conversation])
-    engine = open_engine(options)
+    engine = open_engine(options, [conversation])
     saved = nullcontext()
     if keep:
         saved = open_persistence(engine, store, codec, key_file, resume_deadline, layers)

@@ -28,7 +28,6 @@ from larder.cli.options import ModelOptions
 from larder.cli.question_run import (
     QuestionOutcome,
     QuestionRun,
-    choose_policy,
     dense_line,
     open_engine,
     parse_policy_option,
@@ -123,8 +122,7 @@ def evaluate_files(options: ModelOptions, against: str | None, files: Files) -> 
         LarderError: the first error, if no question was answered.
         KeyboardInterrupt: before the first file was read.
     """
-    options = choose_policy(options, files.values())
-    engine = open_engine(options)
+    engine = open_engine(options, files.values())
     rival = None if against is None else comparison_engine(engine, against)
     evaluation = Evaluation(engine, rival, len(files))
     try:

@@ -42,7 +42,7 @@ class ModelOptions(OutputOptions):
         typer.Option(
             metavar="SPELLING",
             help="A name or sentence; see 'larder policy list'.  "
-            "Default: epicache_pooled; for a document, kvzip.",
+            "Default: epicache_pooled; for a document, larder or kvzip.",
         ),
     ] = None
     budget: Annotated[

@@ -15,6 +15,7 @@ from larder.core.errors import BadParameter, LarderError, UsageError
 from larder.core.family import public_name
 from larder.core.memory_budget import MemoryBudget
 from larder.core.progress import ProgressStage
+from larder.core.spec import ModelSpec
 from larder.engine.answer import Answer
 from larder.engine.detokenizer import discard_text
 from larder.engine.engine import Engine
@@ -25,7 +26,7 @@ from larder.models.loader import SEED, LoadedModel, load
 from larder.models.model_packages import PACKAGED_MODELS
 from larder.models.placement import page_use
 from larder.session.capacity import beyond_budget_line, empty_cache
-from larder.session.default_policy import TextKind, default_policy, text_kind
+from larder.session.default_policy import TextKind, default_policy, missing_for_larder, text_kind
 from larder.session.memory import CacheFigures, ConversationMemory, Coverage
 from larder.session.policy import Policy
 
@@ -127,29 +128,44 @@ def score_answer(text: str, question: Question) -> AnswerScores | None:
     )
 
 
-def choose_policy(options: ModelOptions, conversations: Iterable[Conversation]) -> ModelOptions:
+def choose_policy(
+    options: ModelOptions, conversations: Iterable[Conversation], spec: ModelSpec
+) -> ModelOptions:
     """Options with the default policy of what will be read, unless one was given.
 
     Several files of different kinds are read as conversations, if one is, else as documents. Prints
     the choice on a terminal.
+
+    Args:
+        spec: of the model that will read.
     """
     if options.policy is not None:
         return options
     kinds = {text_kind(one, options.budget is not None) for one in conversations}
     order = (TextKind.CONVERSATION, TextKind.DOCUMENT, TextKind.CONTEXTS)
     kind = next(kind for kind in order if kind in kinds)
-    policy, what = default_policy(kind), KIND_CLAUSES[kind]
-    progress_console().print(f"Policy {policy}, because {what}; --policy takes another.")
+    policy, what = default_policy(kind, spec), KIND_CLAUSES[kind]
+    missing = missing_for_larder(spec) if kind is TextKind.DOCUMENT else ""
+    nearer = f" (larder is nearer to the full cache, but {missing})" if missing else ""
+    line = f"Policy {policy}, because {what}{nearer}; --policy takes another."
+    progress_console().print(line, soft_wrap=True)
     return replace(options, policy=policy)
 
 
-def open_engine(options: ModelOptions) -> Engine:
+def open_engine(options: ModelOptions, conversations: Iterable[Conversation] = ()) -> Engine:
     """Engine of the options; options are validated before the model loads.
 
     Prints on a terminal what the policy holds beyond the budget.
+
+    Args:
+        conversations: what will be read, whose default policy acts if none was given; none if the
+            default of conversations shall act.
     """
     check_model_options(options)
-    return engine_over(options, load_model(options, options.adapter))
+    loaded, texts = load_model(options, options.adapter), tuple(conversations)
+    if texts:
+        options = choose_policy(options, texts, loaded.decoder.spec)
+    return engine_over(options, loaded)
 
 
 def seed_model_line() -> str:

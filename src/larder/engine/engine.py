@@ -59,9 +59,10 @@ class Engine:
         processor: processor of a model with a vision tower, whose tokenizer is the default of
             `tokenizer`; None for that of a `LoadedModel`, or without images.
         policy: name of a preset, spelling of parts, or a `Policy`; None takes
-            `larder.default_policy` of what is read: `kvzip` for a text, `epicache_pooled` for
-            messages, `cacheblend` for contexts without a budget, `snapkv` for prompts of `generate`
-            and `stream`; `engine.policy` is then that of messages, `memory.policy` what acted.
+            `larder.default_policy` of what is read: for a text `larder` if the model has
+            calibrated transforms, else `kvzip`; `epicache_pooled` for messages, `cacheblend` for
+            contexts without a budget, `snapkv` for prompts of `generate` and `stream`;
+            `engine.policy` is then that of messages, `memory.policy` what acted.
         budget: budget of each cache (episodes have one cache each): 512 (tokens per kv head,
             averaged over layers), `"20%"`, `"1/5"` or 0.2 of the context, `"64MiB"`; None takes
             that of the policy, else 20%.

@@ -2,7 +2,8 @@
 
 One file `<name>.json` per measurement, and a file of tensors beside it for some; a file made with
 other parameters is measured again. Numbers of models that `larder model list` names come with the
-package, for those that take long to measure (`calibrations.json`), found by fingerprint, too.
+package, for those that take long to measure (`calibrations.json`, tensors in `calibrated/`), found
+by fingerprint, too; what was measured here goes before them.
 """
 
 from __future__ import annotations
@@ -118,10 +119,12 @@ def _cached_values(
 ) -> tuple[float, ...] | None:
     """Values of a measurement from its files; None if it must be made."""
     path, profile = _calibration_file(decoder, name), asdict(measurement)  # pyright: ignore
-    if not measurement.has_cache or not measurement.has_files(path.parent):
+    if not measurement.has_cache:
         return None
-    values = _load_values(path, profile, count)
-    return values or _packaged_values(decoder.spec.fingerprint, name, profile, count)
+    values = _load_values(path, profile, count) if measurement.has_files(path.parent) else None
+    if values is None and measurement.takes_packaged(path.parent):
+        return _packaged_values(decoder.spec.fingerprint, name, profile, count)
+    return values
 
 
 def _cached_measurement(decoder: Decoder, sample: SampleText, name: str) -> tuple[float, ...]:

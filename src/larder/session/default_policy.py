@@ -3,7 +3,7 @@
 | kind | default | because |
 |---|---|---|
 | prompt | `snapkv` | its end says what is asked, as it is continued at once; no tokenizer |
-| document | `kvzip` | it is read before the questions are known, and its score asks none |
+| document | `larder` or `kvzip` | read before its questions are known; KVzip's score asks none |
 | conversation | `epicache_pooled` | it returns to its topics, and grows within the budget |
 | contexts | `cacheblend` | texts that are read apart can be reused; with a budget, as a document |
 """
@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from enum import Enum
 from types import MappingProxyType
 
+from larder.core.codec import TransformSpec
 from larder.core.conversation import Conversation, PromptLayout
 from larder.core.errors import UnknownName
 from larder.core.family import unknown_name_message
@@ -47,12 +48,17 @@ DEFAULT_POLICIES: Mapping[TextKind, str] = MappingProxyType(
 )
 
 
-def default_policy(kind: TextKind | str) -> str:
+def default_policy(kind: TextKind | str, spec: ModelSpec | None = None) -> str:
     """Name of the policy that acts on a kind of text where none is given, in Python and on the
     command line.
 
+    Documents are read under `larder` if the model has calibrated transforms, as `smollm2` has from
+    the package and others by `larder model calibrate MODEL transform`, and runs on a CPU with the
+    compiled kernel; else under `kvzip`.
+
     Args:
         kind: `"prompt"`, `"document"`, `"conversation"` or `"contexts"`, or the `TextKind`.
+        spec: of the model, `engine.loaded.decoder.spec`; None for one without transforms.
 
     Returns:
         Name of a preset, whose budget is 20% of the text but at least 128 tokens where none is
@@ -64,17 +70,35 @@ def default_policy(kind: TextKind | str) -> str:
     Examples:
         >>> larder.default_policy("document")
         'kvzip'
+        >>> larder.default_policy("conversation")
+        'epicache_pooled'
     """
     known = {own.value: own for own in TextKind}
     name = kind.value if isinstance(kind, TextKind) else kind
     if name not in known:
         raise UnknownName(unknown_name_message("kind of text", str(name), list(known)))
+    if known[name] is TextKind.DOCUMENT and spec is not None and not missing_for_larder(spec):
+        return "larder"
     return DEFAULT_POLICIES[known[name]]
+
+
+def missing_for_larder(spec: ModelSpec) -> str:
+    """What keeps documents of a model from the policy `larder`, as a clause; empty if nothing."""
+    from larder.cache.table_file import measured_path
+    from larder.ops.plane_coder import plane_library
+
+    if spec.layer_devices or spec.device.type != "cpu":
+        return "its kernel is for CPUs"
+    if plane_library() is None:
+        return "its kernel was not compiled"
+    if not measured_path(spec.fingerprint, TransformSpec().calibration).is_file():
+        return "`larder model calibrate MODEL transform` was not run for this model"
+    return ""
 
 
 def policy_for_kind(policy: Policy | None, spec: ModelSpec, kind: TextKind) -> Policy:
     """A policy, or the default one of a kind of text, for a model."""
-    return with_measured_recall(policy or Policy.parse(default_policy(kind)), spec)
+    return with_measured_recall(policy or Policy.parse(default_policy(kind, spec)), spec)
 
 
 def with_measured_recall(policy: Policy, spec: ModelSpec) -> Policy:

@@ -105,6 +105,10 @@ class Measurement(ABC):
         """True if a folder holds what belongs to the numbers."""
         return True
 
+    def takes_packaged(self, folder: Path) -> bool:
+        """True if numbers that come with the package may stand for those of a folder."""
+        return True
+
 
 class TableMeasurement(Measurement):
     """Base class of measurements of tensors, which are saved in a file beside their numbers."""
@@ -144,3 +148,6 @@ class TableMeasurement(Measurement):
 
     def has_files(self, folder: Path) -> bool:
         return (folder / self.file_name).is_file()
+
+    def takes_packaged(self, folder: Path) -> bool:
+        return not self.has_files(folder)  # caches read the tensors of the folder, if there are any
