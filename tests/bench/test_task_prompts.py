@@ -70,6 +70,7 @@ def a_text(wording: Wording, *questions: Question) -> Conversation:
 def test_default_wording_depends_on_the_model() -> None:
     assert Wording.of_model("seed", True) is Wording.of_model("random:tiny", True) is Wording.SEED
     assert Wording.of_model("smollm2-dialogue", True) is Wording.SEED
+    assert Wording.of_model("smollm2-dialogue-4k", True) is Wording.SEED
     assert Wording.of_model("smollm2", True) is Wording.INSTRUCT
     assert Wording.of_model("gemma3-270m", False) is Wording.PLAIN
 

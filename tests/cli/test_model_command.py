@@ -34,7 +34,8 @@ def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_models_are_listed_with_their_terms() -> None:
     status, text, _ = run("list", "--json")
     models = {one["name"]: one for one in json.loads(text)["models"]}
-    assert status == 0 and list(models) == ["seed", "smollm2", "smollm2-dialogue", "gemma3-270m"]
+    dialogue = ["smollm2-dialogue", "smollm2-dialogue-4k"]
+    assert status == 0 and list(models) == ["seed", "smollm2", *dialogue, "gemma3-270m"]
     assert models["seed"]["is_installed"] and not models["smollm2"]["is_installed"]
     assert models["smollm2"]["license"] == "Apache-2.0" and models["smollm2"]["mib"] > 0
     assert "ai.google.dev/gemma/terms" in models["gemma3-270m"]["license"]

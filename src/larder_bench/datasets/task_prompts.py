@@ -6,7 +6,7 @@ from enum import Enum
 
 from larder.core import PromptLayout
 
-TRAINED_ON_DIALOGUES = frozenset({"seed", "smollm2-dialogue"})
+TRAINED_ON_DIALOGUES = frozenset({"seed", "smollm2-dialogue", "smollm2-dialogue-4k"})
 
 
 class Wording(Enum):
