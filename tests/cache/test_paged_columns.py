@@ -12,7 +12,14 @@ from torch import Tensor
 
 from builders import a_layer, a_plan, a_spec, draw, layer_options
 from cache_stores import append, assert_close, attend, extend, same, same_bits
-from larder.cache import CacheLayer, PageArena, PagedLayer, RaggedLayer, SequenceCache, held_nbytes
+from larder.cache import (
+    CacheLayer,
+    PageArena,
+    PagedLayer,
+    RaggedLayer,
+    SequenceCache,
+    unique_nbytes,
+)
 from larder.core import LOG_COUNT, CacheError, LayerSpec, Ledger, ModelSpec, Plan
 from larder.ops import AttentionBackend
 from memory_counts import assert_counted
@@ -180,7 +187,7 @@ def test_bytes_of_columns_are_those_of_the_sequence() -> None:
     assert plain.nbytes == before
     assert arena_of(spec).nbytes == whole + 91 * 2 * 4 * 4
     fork = cache.fork()
-    assert held_nbytes([cache, fork]) == cache.nbytes + 2 * 4
+    assert unique_nbytes([cache, fork]) == cache.nbytes + 2 * 4
     assert cache.idle_nbytes >= sum(own.nbytes for own in cache.state().values())
 
 

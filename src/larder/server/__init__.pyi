@@ -129,6 +129,7 @@ from .tiers.shared_prefixes import SharedPrefixes as SharedPrefixes
 from .token_budget import MIN_CHUNK_TOKENS as MIN_CHUNK_TOKENS
 from .token_budget import PROMPT_SHARE as PROMPT_SHARE
 from .token_budget import PrefillTokenBudget as PrefillTokenBudget
+from .token_budget import StepInterruption as StepInterruption
 from .token_logprobs import TokenTexts as TokenTexts
 from .tool_parsers.base import TOOL_PARSERS as TOOL_PARSERS
 from .tool_parsers.base import ToolCall as ToolCall

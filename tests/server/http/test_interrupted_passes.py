@@ -26,10 +26,10 @@ from larder.server import (
     LoopbackAuth,
     ModelRouter,
     Request,
+    StepInterruption,
     TurnLock,
     create_app,
     request_state,
-    step_interruption,
 )
 from larder.store import Tier
 from server.http.running_server import awaited, listening
@@ -208,7 +208,7 @@ def test_failing_step_between_layers_stops_no_prompt(
 ) -> None:
     """A step that runs out of memory ends its answers alone."""
     _, long_text = texts(deep)
-    forward, step = DecoderStack.forward, step_interruption.StepInterruption._before_layer
+    forward, step = DecoderStack.forward, StepInterruption._before_layer
     is_between, failures = list[bool](), list[int]()
 
     def failing_forward(stack: DecoderStack, *args: Any, **options: Any) -> Any:
@@ -217,7 +217,7 @@ def test_failing_step_between_layers_stops_no_prompt(
             raise MemoryError("no room for a step")
         return forward(stack, *args, **options)
 
-    def between(interruption: step_interruption.StepInterruption) -> None:
+    def between(interruption: StepInterruption) -> None:
         is_between.append(True)
         try:
             step(interruption)
@@ -225,7 +225,7 @@ def test_failing_step_between_layers_stops_no_prompt(
             is_between.clear()
 
     monkeypatch.setattr(DecoderStack, "forward", failing_forward)
-    monkeypatch.setattr(step_interruption.StepInterruption, "_before_layer", between)
+    monkeypatch.setattr(StepInterruption, "_before_layer", between)
     with closing(LocalEngineClient(engine(deep), options=PROMPT)) as hub:
         first, second = Waiting(), Waiting()
         hub.submit(Request("a", tuple(box_question(1)), "first", max_new_tokens=90), first)
