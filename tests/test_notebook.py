@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,21 @@ def test_notebook_that_was_not_executed_is_found() -> None:
     ]
     with pytest.raises(AssertionError):
         check_executed(notebook)
+
+
+def test_imports_of_the_notebook_resolve() -> None:
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    imports = [
+        (node.module, alias.name)
+        for source in sources
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("larder.")
+        for alias in node.names
+    ]
+    assert imports
+    for module, name in imports:
+        assert name in vars(import_module(str(module))), f"{module}.{name}"
 
 
 @pytest.mark.slow
