@@ -47,7 +47,7 @@ def held_bytes(caches: list[SequenceCache]) -> int:
         return unique_nbytes(caches)
     held = 0
     for leases in zip(*(cache.page_leases() for cache in caches), strict=True):
-        held += len({page for lease in leases for page in lease.pages}) * leases[0].pool.page_bytes
+        held += len({page for lease in leases for page in lease.pages}) * leases[0].page_bytes
     return held
 
 

@@ -10,16 +10,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from types import TracebackType
+from functools import partial
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from larder.core import LarderError
-from larder.ops import SegmentTables, reference_paged_attention
+from larder.ops import (
+    AttentionBackend,
+    SegmentTables,
+    gathered_attention,
+    page_eviction,
+    paged_attention,
+    pages,
+    reference_paged_attention,
+)
 from larder.ops.gpu import varlen
 
 VARLEN = "torch_attn::_varlen_attn"
@@ -171,3 +181,75 @@ def _answer_varlen(
 def _require(holds: bool, rule: str) -> None:
     if not holds:
         raise AssertionError(f"varlen_attn over pages requires {rule}.")
+
+
+def _attention_by_triton(queries: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """Readable twin of attention by Triton, whose output has the dtype of the queries."""
+    _require(queries.is_contiguous(), "contiguous queries, or another launch copies them")
+    out, lse = gathered_attention(queries, *rest)
+    return out.to(queries.dtype), lse
+
+
+# Launches of the functions of Triton's kernels over pages, checked under its interpreter.
+KERNEL_LAUNCHES = {
+    "append_step": 1,
+    "gather_pages": 1,
+    "compact_pages": 1,
+    "add_column_mass": 1,
+    "evict_lowest": 2,
+    "paged_attention": 2,
+}
+
+
+class FakeKernels:
+    """Triton's kernels on a fake device: launches are counted, and readable twins answer."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self._device, self._is_answering = device, False
+
+    def replace(self, patch: pytest.MonkeyPatch) -> None:
+        """Have functions over pages call the kernels, and attention by Triton."""
+        forms = {
+            module: {name: vars(module)[name] for name in KERNEL_LAUNCHES if name in vars(module)}
+            for module in (pages, page_eviction)
+        }
+        for module, twins in forms.items():
+            counted = {name: self._counted(name, form) for name, form in twins.items()}
+            patch.setattr(module, "_kernels", partial(self._kernels, SimpleNamespace(**counted)))
+        attend = self._counted("paged_attention", _attention_by_triton)
+        patch.setitem(paged_attention._FORMS, AttentionBackend.TRITON, lambda: attend)
+
+    def _kernels(self, kernels: SimpleNamespace, pool: Tensor) -> SimpleNamespace | None:
+        return None if self._is_answering else kernels
+
+    def _counted(self, name: str, twin: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **named: Any) -> Any:
+            launches, former = self._device.launches, self._is_answering
+            before, self._is_answering = len(launches), True
+            try:
+                out = twin(*args, **named)
+            finally:
+                self._is_answering = former
+            launches[before:] = [f"triton::{name}"] * KERNEL_LAUNCHES[name]
+            return out
+
+        return call
+
+    def count_calls(
+        self, patch: pytest.MonkeyPatch, *methods: tuple[type, str]
+    ) -> dict[str, list[int]]:
+        """Launches of each call of some methods from now on, by their names."""
+        counts: dict[str, list[int]] = {name: [] for _, name in methods}
+
+        def counted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **named: Any) -> Any:
+                before = self._device.launch_count
+                out = method(*args, **named)
+                counts[name].append(self._device.launch_count - before)
+                return out
+
+            return call
+
+        for owner, name in methods:
+            patch.setattr(owner, name, counted(name, vars(owner)[name]))
+        return counts

@@ -6,17 +6,22 @@ On a GPU the same comparisons run compiled: `python tests/interpreted_page_kerne
 from __future__ import annotations
 
 import sys
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fake_device import KERNEL_LAUNCHES
 from larder.cache import SequenceCache
 from larder.core import Mode
 from larder.models import BatchSegment, Decoder, LayerRunner, StackRunner, decoder_stack
 from larder.ops import GroupReduction, SegmentTables, reference_paged_attention
+from larder.ops import page_eviction as torch_eviction
 from larder.ops import pages as torch_pages
-from larder.ops.gpu import attention_kernel, decoder_layer, page_kernels
+from larder.ops.gpu import attention_kernel, decoder_layer, eviction_kernels, page_kernels
 from model_runs import some_ids
+from paged_evictions import StepSegments, step_segments
 from paged_segments import PagedSegments, kept_indices, padded_places, some_segments
 from tiny_models import tiny
 
@@ -72,6 +77,45 @@ def check_compact(own: PagedSegments) -> None:
         assert torch.equal(*held), f"{kept} kept"
 
 
+def check_eviction(device: str) -> None:
+    """An entry of each segment, dropped or merged; with equal scores, and blocks of several."""
+    long: dict[str, Any] = {
+        "lengths": (200, 130, 64, 65, 1, 0, 70, 128),
+        "page_tokens": 32,
+        "head_dim": 40,
+    }
+    counts = {"counts": (199, 130, 63, 64, 1, 0, 69, 127)}
+    long |= counts
+    cases: list[dict[str, Any]] = [{}, {"dtype": torch.bfloat16}, long, {**long, "seed": 1}]
+    for case in cases:
+        for is_merging in (False, True):
+            one = step_segments(**case).to(device)
+            other = one.clone()
+            for own, form in (
+                (one, eviction_kernels.evict_lowest),
+                (other, partial(twin_form, torch_eviction, torch_eviction.evict_lowest)),
+            ):
+                merging = own.merging if is_merging else None
+                form(own.entries, own.mass, own.table, own.limits, merging)
+            left = torch.minimum(one.limits.lengths, one.limits.counts)
+            layout = one.table, left, left.long().cumsum(0) - left, int(left.sum())
+            for mine, theirs in zip(_pools(one), _pools(other), strict=True):
+                sides = [
+                    twin_form(torch_pages, torch_pages.gather_pages, pool, *layout)
+                    for pool in (mine, theirs)
+                ]
+                exactness = 0.01 if mine.dtype is torch.bfloat16 else 1e-5  # of merged values
+                torch.testing.assert_close(*sides, atol=exactness, rtol=exactness)
+            found, expected = one.merging.thresholds[1:], other.merging.thresholds[1:]
+            torch.testing.assert_close(found, expected, atol=1e-6, rtol=0, equal_nan=True)
+
+
+def _pools(own: StepSegments) -> list[Tensor]:
+    """Pools of the entries, with a row of numbers for each."""
+    keys, values, *numbers, columns = own.entries
+    return [keys, values, *(each.unsqueeze(2) for each in (*numbers, *columns))]
+
+
 def check_mass(own: PagedSegments) -> None:
     for reduction in GroupReduction:
         for bias, softcap in ((None, None), (own.bias, 1.5)):
@@ -93,6 +137,35 @@ def check_attention(own: PagedSegments) -> None:
         expected = reference_paged_attention(*stored, bias, softcap)
         for one, other in zip(got, expected, strict=True):
             torch.testing.assert_close(one.float(), other, atol=tolerance, rtol=tolerance)
+
+
+def check_launches(own: PagedSegments, step: StepSegments) -> None:
+    """Launches of the functions that a decode step with evictions calls, as the fake device has."""
+    counts: dict[str, int] = {}
+    slots = torch.arange(own.keys.shape[1], own.keys.shape[1] + 2, device=own.keys.device)
+    entries = torch.zeros(1, 2, own.keys.shape[2], device=own.keys.device).to(own.keys.dtype)
+    queries = own.queries[:, :, :1].contiguous()
+    lse = torch.zeros(queries.shape[:3], device=queries.device)
+    pools, stored = (own.keys.clone(), own.values.clone()), (own.keys, own.values)
+    mass = own.bias.clone(), queries, own.keys, *own.layout, lse, own.scaling
+    evicted = step.entries, step.mass, step.table, step.limits, step.merging
+    calls = (
+        (page_kernels, "append_step", (pools, slots, entries, entries)),
+        (page_kernels, "add_column_mass", mass),
+        (eviction_kernels, "evict_lowest", evicted),
+        (attention_kernel, "paged_attention", (queries, *stored, own.tables, own.scaling)),
+    )
+    for module, name, given in calls:
+        launch = vars(module)["launch"]
+
+        def counting(*args, launch=launch, name=name, **sizes):
+            counts[name] = counts.get(name, 0) + 1
+            launch(*args, **sizes)
+
+        vars(module)["launch"] = counting
+        vars(module)[name](*given)
+        vars(module)["launch"] = launch
+    assert counts == {name: KERNEL_LAUNCHES[name] for _, name, _ in calls}
 
 
 def check_layers(device: str) -> None:
@@ -119,12 +192,17 @@ def stepped(decoder: Decoder) -> Tensor:
 
 
 def torch_form(form, *args):
-    """The readable twin, also on a GPU."""
-    former, torch_pages._kernels = torch_pages._kernels, lambda pool: None
+    """The readable twin of a kernel over pages, also on a GPU."""
+    return twin_form(torch_pages, form, *args)
+
+
+def twin_form(module, form, *args):
+    """The readable twin of a kernel, in its module, also on a GPU."""
+    former, module._kernels = module._kernels, lambda pool: None
     try:
         return form(*args)
     finally:
-        torch_pages._kernels = former
+        module._kernels = former
 
 
 def main(device: str) -> None:
@@ -142,6 +220,10 @@ def main(device: str) -> None:
         for own in cases:
             check(own)
         print(name)
+    check_eviction(device)
+    print("eviction")
+    check_launches(cases[1], step_segments().to(device))
+    print("launches")
     decoder_stack._kernels_of = lambda device: GPU_KERNELS
     check_layers(device)
     print("layers")

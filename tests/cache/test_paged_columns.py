@@ -98,7 +98,8 @@ def test_random_operations_equal_a_ragged_layer(backend, seed) -> None:
 
 def random_plan(source: Random, lengths: tuple[int, ...], seed: int) -> Plan:
     chosen = [
-        sorted(source.sample(range(held), held * source.choice([1, 2, 3]) // 4)) for held in lengths
+        sorted(source.sample(range(held), held * source.choice([0, 1, 2, 3]) // 4))
+        for held in lengths
     ]
     plan = a_plan(chosen, lengths)
     numbers = some_numbers(len(plan.kept), seed + 70)
@@ -143,6 +144,22 @@ def test_columns_of_a_fork_are_copied_when_one_of_both_writes() -> None:
     assert len(pages._free) == free
 
 
+def test_scalars_of_a_head_without_entries_are_kept() -> None:
+    """Those of a fork are its own, in a page that the other one holds no more."""
+    layer = a_layer(2, 2)
+    store = a_store(paged_spec(layer))
+    extend(store, draw(layer, 8))
+    everything = a_plan([range(8), range(8)], store.lengths)
+    store.evict(replace(everything, scalars={"tau": torch.tensor([1.0, 2.0])}))
+    fork, kept = store.fork(), a_plan([[], [1]], store.lengths)
+    fork.evict(replace(kept, scalars={"tau": torch.tensor([3.0, 4.0])}))
+    assert store.entries().scalars["tau"].tolist() == [1.0, 2.0]
+    assert fork.entries().scalars["tau"].tolist() == [3.0, 4.0]
+    restored = a_store(paged_spec(layer)).restored(fork.state())
+    assert restored.entries().scalars["tau"].tolist() == [3.0, 4.0]
+    assert_alike(restored, fork)
+
+
 def test_column_that_cannot_be_copied_is_refused_unchanged() -> None:
     layer = a_layer(2, 2)
     store = a_store(paged_spec(layer, num_pages=5))
@@ -183,11 +200,11 @@ def test_bytes_of_columns_are_those_of_the_sequence() -> None:
     before, whole = plain.nbytes, arena_of(spec).nbytes
     cache = SequenceCache(spec, "ragged", LEDGER)
     extend(cache.layers[0], draw(layer, 5))
-    assert cache.nbytes == before + 2 * 4 * 4 * 4 + 2 * 4  # 4 pages of 4 entries, and tau
+    assert cache.nbytes == before + 4 * 4 * (2 * 4 + 1)  # 4 pages of 4 entries, and tau
     assert plain.nbytes == before
-    assert arena_of(spec).nbytes == whole + 91 * 2 * 4 * 4
+    assert arena_of(spec).nbytes == whole + 91 * 4 * (2 * 4 + 1)
     fork = cache.fork()
-    assert unique_nbytes([cache, fork]) == cache.nbytes + 2 * 4
+    assert unique_nbytes([cache, fork]) == cache.nbytes
     assert cache.idle_nbytes >= sum(own.nbytes for own in cache.state().values())
 
 

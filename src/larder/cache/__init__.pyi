@@ -46,6 +46,7 @@ from .offload.slow_tier import SlowTier as SlowTier
 from .offload.slow_tier import StorageOwners as StorageOwners
 from .offload.transformed_slow_tier import TransformedSlowTier as TransformedSlowTier
 from .page_arena import PageArena as PageArena
+from .page_evictions import EvictionTables as EvictionTables
 from .predictive import PredictiveTables as PredictiveTables
 from .predictive import SidePrediction as SidePrediction
 from .prefix_forks import divide as divide

@@ -54,7 +54,7 @@ class EntryColumns:
         Raises:
             CacheError: see `check_columns`.
         """
-        _check(scalars, self.ledger.scalars, self._scalars.shape[1], "kv head")
+        check_scalars(scalars, self.ledger, self._scalars.shape[1])
 
     def write(self, columns: Mapping[str, Float[Tensor, " _"]]) -> None:
         """Replace whole columns.
@@ -125,6 +125,15 @@ def check_columns(columns: Mapping[str, Tensor], ledger: Ledger, rows: int) -> N
         CacheError: a name that is not in the ledger, or a wrong number of values.
     """
     _check(columns, ledger.columns, rows, "row")
+
+
+def check_scalars(scalars: Mapping[str, Tensor], ledger: Ledger, kv_heads: int) -> None:
+    """Check that scalars fit a ledger and `kv_heads` kv heads.
+
+    Raises:
+        CacheError: a name that is not in the ledger, or a wrong number of values.
+    """
+    _check(scalars, ledger.scalars, kv_heads, "kv head")
 
 
 def _check(numbers: Mapping[str, Tensor], known: tuple[str, ...], count: int, each: str) -> None:

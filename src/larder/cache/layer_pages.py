@@ -1,35 +1,26 @@
-"""Pages of one layer, and the leases that sequences have of them.
+"""Pages of one layer, and who holds them.
 
     pages of a layer   [ null page | page 1 | page 2 | ... ]     page: P entries of one kv head
-    lease              pages of each kv head of one layer of one sequence, in order
 
-Which pages a lease has, and how many entries, is known on the host; the entries are on the device.
 Not thread-safe.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
-from weakref import finalize
 
-import numpy as np
 import torch
-from jaxtyping import Float, Int, Int32, Int64
-from numpy.typing import NDArray
+from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 
 from larder.core.errors import CacheError
-from larder.core.part import LOG_COUNT
+from larder.core.part import LOG_COUNT, Ledger
 from larder.core.spec import POSITION_BYTES, LayerSpec
-from larder.ops.packing import copy_to_device
 from larder.ops.paged_attention import AttentionBackend
-from larder.ops.pages import SegmentTables, append_rows, append_step, compact_pages, gather_pages
+from larder.ops.pages import append_rows, append_step
 
 NULL_PAGE = 0
-COLUMN_BYTES = 4  # float32
-CHANGE, SERIAL_BITS = 1 << 12, 64  # how marks of leases grow, and where their serials begin
-IntArray = NDArray[np.int64]
 
 
 class LayerPages:
@@ -40,8 +31,9 @@ class LayerPages:
         backend: attention over the pages.
 
     Attributes:
-        columns: storage of ledger columns, as the arena's `column_names`; 0 for a new entry.
-        page_bytes: bytes of a page, without columns.
+        columns: storage of the columns of `ledger`; 0 for a new entry.
+        scalars: storage of its scalars, at the first page of a kv head; NaN for a new head.
+        page_bytes: bytes of a page, without these.
     """
 
     def __init__(
@@ -55,7 +47,7 @@ class LayerPages:
         self.layer, self.page_tokens, self.backend = layer, page_tokens, backend
         self.positions = positions
         self.columns = torch.zeros(0, num_pages, page_tokens, device=device)
-        self.column_names: tuple[str, ...] = ()
+        self.scalars, self.ledger = torch.zeros(0, num_pages, device=device), Ledger()
         shape = num_pages, page_tokens, layer.head_dim
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros_like(self.keys)
@@ -128,15 +120,20 @@ class LayerPages:
         for stored in (self.keys, self.values, self.positions):
             stored[target] = stored[source]
         self.columns[:, target] = self.columns[:, source]
+        self.scalars[:, target] = self.scalars[:, source]
 
     def column(self, name: str) -> Float[Tensor, "N P"]:
         """Numbers of a ledger column that the arena holds, as a view."""
-        return self.columns[self.column_names.index(name)]
+        return self.columns[self.ledger.columns.index(name)]
+
+    def scalar(self, name: str) -> Float[Tensor, " N"]:
+        """Numbers of a ledger scalar that the arena holds, by page, as a view."""
+        return self.scalars[self.ledger.scalars.index(name)]
 
     @property
     def biases(self) -> Float[Tensor, "N P"] | None:
         """Column that attention adds to logits; None where no policy has it."""
-        return self.column(LOG_COUNT) if LOG_COUNT in self.column_names else None
+        return self.column(LOG_COUNT) if LOG_COUNT in self.ledger.columns else None
 
     def append(
         self, slots: Int64[Tensor, " M"], keys: Float[Tensor, "M D"], values: Float[Tensor, "M D"]
@@ -161,280 +158,3 @@ class LayerPages:
     ) -> None:
         """Write one entry of each head of B sequences; segment b * K + k is head k of b."""
         append_step((self.keys, self.values), slots, keys, values)
-
-
-class PageLease:
-    """Pages of the kv heads of one layer of one sequence.
-
-    Args:
-        column_names: ledger columns of the sequence, which the pool holds.
-
-    Attributes:
-        table: pages of each head [K, W], on the host; the null page behind the last one.
-        num_pages: pages of all heads.
-        mark: number that no other lease of the layer ever has. It grows by one with an entry in the
-            row behind the latest one of each head, and by more with any other change.
-    """
-
-    def __init__(self, pool: LayerPages, column_names: Sequence[str] = ()) -> None:
-        heads = pool.layer.kv_heads
-        self.pool, self.mark = pool, next(pool.serials) << SERIAL_BITS
-        self.column_names = tuple(column_names)
-        self._may_share = False  # whether other leases may hold a page
-        self._room = 0  # entries that surely fit each head, in pages of its own
-        self._page_room = 0  # entries until a head begins another page
-        self._lengths: IntArray = np.zeros(heads, np.int64)
-        self._steps = 0  # entries of each head that are not in these
-        self.table = np.zeros((heads, 1), np.int32)
-        self.num_pages = 0
-        self._pages: list[list[int]] = [[] for _ in range(heads)]
-        finalize(self, _release_all, pool, self._pages)
-
-    @property
-    def lengths(self) -> IntArray:
-        """Entries of each head [K]."""
-        if self._steps:
-            self._lengths, self._steps = self._lengths + self._steps, 0
-        return self._lengths
-
-    @lengths.setter
-    def lengths(self, lengths: IntArray) -> None:
-        self._lengths, self._steps = lengths, 0
-
-    @property
-    def has_room(self) -> bool:
-        """True if another entry surely fits each head."""
-        return self._room > 0
-
-    @property
-    def pages(self) -> list[int]:
-        """Pages of all heads, head by head."""
-        return [page for own in self._pages for page in own]
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of a page, with the columns of the sequence."""
-        per_entry = COLUMN_BYTES * len(self.column_names)
-        return self.pool.page_bytes + per_entry * self.pool.page_tokens
-
-    @property
-    def has_biases(self) -> bool:
-        """True if the sequence has a column that attention adds to logits."""
-        return LOG_COUNT in self.column_names
-
-    @property
-    def shared_pages(self) -> int:
-        """Pages that other leases hold too."""
-        return sum(map(self.pool.is_shared, self.pages))
-
-    def reserve(self, room: int | Int64[np.ndarray, " K"]) -> None:
-        """Reserve pages for `room` more entries in each head, which no other lease reads.
-
-        Raises:
-            CacheError: the pool has no pages left; nothing has changed.
-        """
-        if isinstance(room, int) and room <= self._room:
-            return
-        size = self.pool.page_tokens
-        counts = [len(pages) for pages in self._pages]
-        wanted = [-(-int(length) // size) for length in self.lengths + room]
-        missing = [range(have, want) for have, want in zip(counts, wanted, strict=True)]
-        written = [self._written_pages(head) for head in range(len(counts))]
-        copied = [[n for n in own if self._is_shared(head, n)] for head, own in enumerate(written)]
-        taken = iter(self.pool.take(sum(map(len, (*missing, *copied)))))
-        for pages, numbers in zip(self._pages, missing, strict=True):
-            pages += [next(taken) for _ in numbers]
-        for head, numbers in enumerate(copied):
-            for number in numbers:
-                self._replace(head, number, next(taken))
-        if any(map(len, missing)) or any(copied):
-            self._changed()
-        held = np.array([len(pages) for pages in self._pages]) * size
-        self._room = int((held - self.lengths).min())
-
-    def slots(self, counts: IntArray) -> IntArray:
-        """Pool rows of the next `counts` entries of each head, head by head; they are reserved."""
-        return self._rows(self.lengths, counts)
-
-    def packed_rows(self) -> IntArray:
-        """Pool rows of all entries, head by head."""
-        return self._rows(self.lengths * 0, self.lengths)
-
-    def _rows(self, firsts: IntArray, counts: IntArray) -> IntArray:
-        """Pool rows of entries [firsts, firsts + counts) of each head."""
-        heads, size = np.repeat(np.arange(len(counts)), counts), self.pool.page_tokens
-        indices = np.arange(len(heads)) + np.repeat(firsts - counts.cumsum() + counts, counts)
-        return self.table[heads, indices // size].astype(np.int64) * size + indices % size
-
-    def count(self, entries: int | Int64[np.ndarray, " K"]) -> None:
-        """Count entries that were appended to each head within its pages."""
-        self.lengths = self.lengths + entries
-        self._room -= int(np.max(entries))
-        self._begin_page()
-
-    def count_step(self) -> None:
-        """Count an entry that was appended to each head within its pages."""
-        self._steps += 1
-        self._room -= 1
-        self.mark += 1
-        self._page_room -= 1
-        if self._page_room <= 0:
-            self._begin_page()
-
-    def set_lengths(self, lengths: Sequence[int]) -> None:
-        """Keep the first entries of each head, and release the pages behind them."""
-        size, self.lengths = self.pool.page_tokens, np.array(lengths, np.int64)
-        for pages, length in zip(self._pages, lengths, strict=True):
-            kept = -(-length // size)
-            self.pool.release(pages[kept:])
-            del pages[kept:]
-        self._changed()
-
-    def _own_first(self, counts: Sequence[int]) -> None:
-        """Copy those of the first `counts` pages of each head that other leases hold too."""
-        shared = [
-            (head, number)
-            for head, pages in enumerate(self._pages)
-            for number, page in enumerate(pages[: counts[head]])
-            if self.pool.is_shared(page)
-        ]
-        fresh = self.pool.take(len(shared))
-        for (head, number), page in zip(shared, fresh, strict=True):
-            self._replace(head, number, page)
-        self._changed()
-
-    def own_pages(self) -> None:
-        """Copy the pages that other leases hold too, so that numbers of all entries may change.
-
-        Raises:
-            CacheError: the pool has too few for their copies; nothing has changed.
-        """
-        if self._may_share:
-            self._own_first([len(pages) for pages in self._pages])
-            self._may_share = False
-
-    def fork(self) -> PageLease:
-        """Lease of the same entries; pages are copied when one of both writes into them."""
-        copy = PageLease(self.pool, self.column_names)
-        copy._may_share = self._may_share = True
-        for copied, pages in zip(copy._pages, self._pages, strict=True):
-            copied += pages
-            self.pool.share(pages)
-        copy.lengths = self.lengths.copy()
-        copy._changed()
-        self._room = 0
-        return copy
-
-    def tables(self, query_len: int) -> SegmentTables:
-        """Tables of the heads on the device, for queries of this layer alone."""
-        device, heads = self.pool.keys.device, len(self.lengths)
-        room = self.table.shape[1] * self.pool.page_tokens
-        offsets = torch.arange(heads + 1, dtype=torch.int32, device=device)
-        table = copy_to_device(self.table, device)
-        lengths = copy_to_device(self.lengths.astype(np.int32), device)
-        return SegmentTables(table, lengths, offsets * query_len, offsets * room)
-
-    def gather(self) -> tuple[Tensor, Tensor, Int[Tensor, " T"]]:
-        """Copies of keys, values and positions of all heads, end to end."""
-        tables, total = self.tables(1), int(self.lengths.sum())
-        starts = copy_to_device(self.lengths.cumsum() - self.lengths, tables.table.device)
-        layout = tables.table, tables.lengths, starts, total
-        pool = self.pool
-        positions = gather_pages(pool.positions.unsqueeze(2), *layout).squeeze(1)
-        return gather_pages(pool.keys, *layout), gather_pages(pool.values, *layout), positions
-
-    def gather_columns(self) -> Float[Tensor, "n T"]:
-        """Copies of the columns of all heads, end to end."""
-        total = int(self.lengths.sum())
-        found = self.pool.keys.new_zeros(len(self.column_names), total, dtype=torch.float32)
-        if len(found):
-            rows = copy_to_device(self.packed_rows(), found.device)
-            for own, name in zip(found, self.column_names, strict=True):
-                own.copy_(self.pool.column(name).flatten()[rows])
-        return found
-
-    def write_columns(self, columns: Mapping[str, Float[Tensor, " T"]]) -> None:
-        """Replace columns, given one number per entry, head by head.
-
-        Raises:
-            CacheError: see `own_pages`.
-        """
-        if not columns:
-            return
-        self.own_pages()
-        rows = copy_to_device(self.packed_rows(), self.pool.keys.device)
-        for name, numbers in columns.items():
-            held = self.pool.column(name).view(-1)
-            held.index_copy_(0, rows, numbers.to(held))
-
-    def compact(self, kept: Int64[Tensor, " T"], lengths: Sequence[int]) -> None:
-        """Keep some entries, in order, and release the pages behind them.
-
-        Args:
-            kept: packed indices, ascending.
-            lengths: how many of each head.
-
-        Raises:
-            CacheError: shared pages are written to, and the pool has too few for their copies;
-                nothing has changed.
-        """
-        self._own_first([-(-length // self.pool.page_tokens) for length in lengths])
-        counts, heads = np.array(lengths, np.int64), len(lengths)
-        device, widest = self.pool.keys.device, max(int(counts.max()), 1)
-        starts = self.lengths.cumsum() - self.lengths
-        columns = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
-        rows = np.repeat(np.arange(heads) * widest, counts) + columns
-        indices = kept.to(device) - copy_to_device(np.repeat(starts, counts), device)
-        padded = torch.zeros(heads * widest, dtype=torch.int32, device=device)
-        padded.index_copy_(0, copy_to_device(rows, device), indices.int())
-        table = copy_to_device(self.table, device)
-        layout = table, table, padded.view(heads, widest)
-        limits = copy_to_device(counts.astype(np.int32), device)
-        numbers = self.pool.positions, *map(self.pool.column, self.column_names)
-        for stored in (self.pool.keys, self.pool.values, *(own.unsqueeze(2) for own in numbers)):
-            compact_pages(stored, *layout, limits)
-        self.set_lengths(lengths)
-        self._may_share = False
-
-    def _written_pages(self, head: int) -> range:
-        """Numbers of the present pages of a head that the next entry is written into, or later."""
-        return range(int(self.lengths[head]) // self.pool.page_tokens, len(self._pages[head]))
-
-    def _is_shared(self, head: int, number: int) -> bool:
-        return self.pool.is_shared(self._pages[head][number])
-
-    def _replace(self, head: int, number: int, fresh: int) -> None:
-        """Copy a page into a fresh one and hold that instead."""
-        former = self._pages[head][number]
-        self.pool.copy_page(former, fresh)
-        self.pool.release([former])
-        self._pages[head][number] = fresh
-
-    def _changed(self) -> None:
-        """Write the table again."""
-        width = max(1, *map(len, self._pages))
-        self.table = np.full((len(self._pages), width), NULL_PAGE, np.int32)
-        for head, pages in enumerate(self._pages):
-            self.table[head, : len(pages)] = pages
-        self.num_pages = sum(map(len, self._pages))
-        self._room = 0
-        self._begin_page()
-
-    def _begin_page(self) -> None:
-        """Note that the next entries are not in the rows behind the latest ones."""
-        size = self.pool.page_tokens
-        self._page_room = int((size - self.lengths % size).min())
-        self.mark += CHANGE
-
-
-def has_biases(leases: Iterable[Sequence[PageLease]]) -> bool:
-    """True if a sequence has a column that attention adds to logits.
-
-    Args:
-        leases: of each sequence, one per layer.
-    """
-    return any(own[0].has_biases for own in leases)
-
-
-def _release_all(pool: LayerPages, pages: list[list[int]]) -> None:
-    pool.release([page for own in pages for page in own])

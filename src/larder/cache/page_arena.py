@@ -13,8 +13,10 @@ from weakref import WeakMethod
 import torch
 
 from larder.cache.block_tables import BlockTables, reserve_step
-from larder.cache.layer_pages import LayerPages, PageLease, has_biases
+from larder.cache.layer_pages import LayerPages
+from larder.cache.page_lease import PageLease, has_biases
 from larder.core.errors import CacheError
+from larder.core.part import Ledger
 from larder.core.spec import LayerSpec, ModelSpec
 from larder.ops.paged_attention import PAGE_TOKENS, AttentionBackend, choose_backend
 
@@ -31,7 +33,8 @@ class PageArena:
 
     Attributes:
         num_moves: how often pages may have moved to other memory, where graphs do not follow.
-        column_names: ledger columns that pages hold, in the order of `columns`.
+        columns, scalars: numbers of a ledger, float32: per entry, and per page, of which the first
+            one of a kv head has those of the head. The ledger names them in their order.
 
     Raises:
         CacheError: `num_pages` or `page_tokens` is below 1.
@@ -55,7 +58,8 @@ class PageArena:
         shape = len(layers), num_pages + 1, page_tokens
         self.positions = torch.zeros(shape, dtype=torch.int32, device=spec.device)
         self.columns = torch.zeros(0, *shape, device=spec.device)
-        self.column_names: tuple[str, ...] = ()
+        self.scalars = torch.zeros(0, *shape[:2], device=spec.device)
+        self.ledger = Ledger()
         self.pages: dict[int, LayerPages] = {}
         for layer, positions in zip(layers, self.positions, strict=True):
             own = backend or choose_backend(spec.device, spec.dtype, layer.head_dim, page_tokens)
@@ -72,25 +76,29 @@ class PageArena:
     def nbytes(self) -> int:
         """Bytes of the pages of all layers."""
         exact = sum(pages.num_pages * pages.page_bytes for pages in self.pages.values())
-        return exact + self.columns.nbytes
+        return exact + self.columns.nbytes + self.scalars.nbytes
 
     @property
     def page_tokens(self) -> int:
         """P, entries of a page."""
         return self.positions.shape[2]
 
-    def hold_columns(self, names: Sequence[str]) -> None:
-        """Hold ledger columns of these names: a plane of float32 beside the positions for each.
+    def hold_ledger(self, ledger: Ledger) -> None:
+        """Hold columns and scalars of a ledger: a plane of float32 beside the positions for each.
 
         They stay for as long as the arena. Where one is new, tables of steps, and graphs that were
         captured with them, are not valid afterwards.
         """
-        missing = [name for name in names if name not in self.column_names]
-        if not missing:
+        known = self.ledger
+        columns = tuple(name for name in ledger.columns if name not in known.columns)
+        scalars = tuple(name for name in ledger.scalars if name not in known.scalars)
+        if not columns and not scalars:
             return
-        fresh = self.columns.new_zeros(len(missing), *self.columns.shape[1:])
-        self.columns = torch.cat([self.columns, fresh])
-        self.column_names += tuple(missing)
+        zeros = self.columns.new_zeros(len(columns), *self.columns.shape[1:])
+        unknown = self.scalars.new_full((len(scalars), *self.scalars.shape[1:]), torch.nan)
+        self.columns = torch.cat([self.columns, zeros])
+        self.scalars = torch.cat([self.scalars, unknown])
+        self.ledger = Ledger(known.columns + columns, known.scalars + scalars)
         self.num_moves += 1
         self._share_planes()
         self._steps.clear()
@@ -149,23 +157,25 @@ class PageArena:
             return
 
     def _move_planes(self, num_pages: int) -> None:
-        """Move positions and columns into new memory of at least as many pages."""
+        """Move positions and numbers of ledgers into new memory of at least as many pages."""
         layers, held, page_tokens = self.positions.shape
         if held >= num_pages:
             return
         shape = layers, num_pages, page_tokens
         positions = self.positions.new_zeros(shape)
         columns = self.columns.new_zeros(len(self.columns), *shape)
+        scalars = self.scalars.new_full((len(self.scalars), *shape[:2]), torch.nan)
         positions[:, :held], columns[:, :, :held] = self.positions, self.columns
-        self.positions, self.columns = positions, columns
+        scalars[:, :, :held] = self.scalars
+        self.positions, self.columns, self.scalars = positions, columns, scalars
         self._share_planes()
         self._steps.clear()
 
     def _share_planes(self) -> None:
-        """Give every layer its part of positions and columns."""
+        """Give every layer its part of positions, columns and scalars."""
         for index, store in enumerate(self.pages.values()):
             store.positions, store.columns = self.positions[index], self.columns[:, index]
-            store.column_names = self.column_names
+            store.scalars, store.ledger = self.scalars[:, index], self.ledger
 
 
 def _call(grow: WeakMethod[Callable[[int], None]], missing: int) -> None:

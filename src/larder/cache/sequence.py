@@ -31,7 +31,7 @@ from larder.ops.removal import MIN_ROAMING_SLACK
 
 if TYPE_CHECKING:  # modules of arenas, slow tiers and tables are loaded where there are any
     from larder.cache.forms.tiered import TieredLayer
-    from larder.cache.layer_pages import PageLease
+    from larder.cache.page_lease import PageLease
     from larder.cache.step_tables import StepTables
 
 

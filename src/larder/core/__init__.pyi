@@ -58,6 +58,7 @@ from .plan import AddedEntries as AddedEntries
 from .plan import Folds as Folds
 from .plan import Plan as Plan
 from .plan import StepColumn as StepColumn
+from .plan import StepMerging as StepMerging
 from .plan import StepRule as StepRule
 from .plan import StepScore as StepScore
 from .plan import StepScoring as StepScoring

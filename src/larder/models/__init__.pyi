@@ -113,6 +113,7 @@ from .model_packages import PACKAGED_MODELS as PACKAGED_MODELS
 from .observers import JoinedObserver as JoinedObserver
 from .observers import LayerActivations as LayerActivations
 from .observers import Observer as Observer
+from .paged_steps import PagedSteps as PagedSteps
 from .placement import PageUse as PageUse
 from .placement import set_pages as set_pages
 from .processor import PROCESSOR_FILES as PROCESSOR_FILES

@@ -7,8 +7,8 @@ lengths) it decides before a replay. Batches are padded to a few sizes, each cap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -16,15 +16,22 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from larder.cache.block_tables import BlockTables, reserve_step
-from larder.cache.layer_pages import PageLease, has_biases
+from larder.cache.block_tables import BlockTables, StepAttention, own_pages, reserve_step
 from larder.cache.page_arena import PageArena
+from larder.cache.page_evictions import (
+    EvictionTables,
+    PageEviction,
+    common_merging,
+    count_evictions,
+    set_evictions,
+)
+from larder.cache.page_lease import PageLease, has_biases
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import CacheError, LarderError, ModelError
 from larder.core.spec import ModelSpec
 from larder.core.types import Keys, Queries, Values
 from larder.models.attention_backend import CONTEXT_KEYWORD, NO_MASK, AttentionInputs
-from larder.models.observers import LayerActivations, Observer
+from larder.models.observers import LayerActivations, Observer, StepObserver
 from larder.ops.packing import write_to_device
 
 if TYPE_CHECKING:
@@ -120,13 +127,17 @@ class _Bucket:
     """Static buffers of one batch size, and its graph once it is captured.
 
     Args:
+        is_evicting: whether the graph ends with evictions, by the tables of the step.
         seen: queries, keys and values of each layer in a step that is observed.
+        attended: what the layers attended to, in a step that evicts.
     """
 
     tables: BlockTables
     ids: Int64[Tensor, "1 B"]
     positions: Int64[Tensor, "1 B"]
+    is_evicting: bool
     seen: ObservedStep | None = None
+    attended: dict[int, StepAttention] = field(default_factory=dict[int, StepAttention])
     replay: Callable[[], Tensor] | None = None
 
 
@@ -141,14 +152,18 @@ class _StepAttention:
         queries = inputs.queries_at(bucket.positions[0])
         if bucket.seen is not None:
             bucket.seen.write(layer, queries, inputs.keys, inputs.values)
-        return bucket.tables.layers[layer].attend(queries, inputs.keys, inputs.values)
+        out, attention = bucket.tables.layers[layer].attend(queries, inputs.keys, inputs.values)
+        if bucket.is_evicting:
+            bucket.attended[layer] = attention
+        return out
 
 
 class DecodeGraphs:
     """Decode steps of caches in pages, captured once per batch size.
 
-    Policies evict between steps, by plans. A step that fails has changed no cache, but one whose
-    observer fails is rolled back as a forward batch is.
+    Policies evict between steps, by plans, or at the end of a graph where they leave it to kernels
+    (`StepObserver.page_evictions`). A step that fails has changed no cache, but one whose observer
+    fails is rolled back as a forward batch is.
 
     Args:
         decoder: decoder after `use_pages`.
@@ -186,7 +201,7 @@ class DecodeGraphs:
             )
         self._decoder, self._arena, self._capture = decoder, arena, capture
         self._width, self._sizes = width, tuple(batch_sizes)
-        self._buckets: dict[tuple[int, int, bool, bool], _Bucket] = {}
+        self._buckets: dict[tuple[object, ...], _Bucket] = {}
         self._num_moves = arena.num_moves  # when the graphs were captured
 
     @torch.no_grad()
@@ -204,8 +219,13 @@ class DecodeGraphs:
             GraphContractError: the step cannot be captured; nothing has changed.
         """
         leases = [self._leases(cache) for cache in caches]
+        evictions: dict[int, PageEviction] = {}
+        if isinstance(observer, StepObserver):
+            evictions = observer.page_evictions(range(len(caches)))
+        own_pages([leases[number] for number in evictions])
         reserve_step(leases)
-        bucket = self._bucket(len(caches), leases, observer is not None)
+        is_observed = observer is not None and len(evictions) < len(caches)
+        bucket = self._bucket(len(caches), leases, is_observed, evictions)
         positions = [cache.next_position for cache in caches]
         bucket.tables.update(leases, positions)
         for buffer, numbers in ((bucket.ids, ids), (bucket.positions, positions)):
@@ -214,9 +234,12 @@ class DecodeGraphs:
             write_to_device(buffer, padded)
         if bucket.replay is None:
             bucket.replay = self._captured(bucket)
+        if evictions:
+            set_evictions(bucket.tables, evictions)
         logits = bucket.replay()
         for cache, position in zip(caches, positions, strict=True):
             cache.count_step(position)
+        count_evictions(caches, evictions)
         if observer is not None and bucket.seen is not None:
             self._observe(caches, observer, bucket.seen, bucket.positions[0].clone())
         for cache in caches:
@@ -270,7 +293,11 @@ class DecodeGraphs:
         return leases
 
     def _bucket(
-        self, count: int, leases: Sequence[Sequence[PageLease]], is_observed: bool
+        self,
+        count: int,
+        leases: Sequence[Sequence[PageLease]],
+        is_observed: bool,
+        evictions: Mapping[int, PageEviction],
     ) -> _Bucket:
         """Buffers of the smallest batch size that holds `count` sequences."""
         fitting = [size for size in self._sizes if size >= count]
@@ -283,13 +310,18 @@ class DecodeGraphs:
         if self._num_moves != arena.num_moves:  # the arena has grown into other memory
             self._buckets.clear()
             self._num_moves = arena.num_moves
-        key = size, width, is_observed, has_biases(leases)
+        merging, is_evicting = common_merging(evictions), bool(evictions)
+        if merging is not None:  # a sequence's own rate is in the tables
+            merging = replace(merging, rate=1.0)
+        key = size, width, is_observed, has_biases(leases), is_evicting, merging
         if key not in self._buckets:
-            tables = arena.new_tables(size, width, key[-1])
+            tables = arena.new_tables(size, width, has_biases(leases))
+            if is_evicting:
+                tables.evictions = EvictionTables(tables, merging)
             device, spec = arena.positions.device, self._decoder.spec
             ids, positions = torch.zeros(2, 1, size, dtype=torch.int64, device=device)
             seen = ObservedStep(spec, size) if is_observed else None
-            self._buckets[key] = _Bucket(tables, ids, positions, seen)
+            self._buckets[key] = _Bucket(tables, ids, positions, is_evicting, seen)
         return self._buckets[key]
 
     def _table_width(self, leases: Sequence[Sequence[PageLease]]) -> int:
@@ -315,4 +347,7 @@ class DecodeGraphs:
                 use_cache=False,
                 **context,
             )
+            if bucket.tables.evictions is not None:
+                bucket.tables.evictions.evict(bucket.attended)
+                bucket.attended.clear()
         return out.logits[0].float()

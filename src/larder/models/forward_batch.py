@@ -142,7 +142,7 @@ class ForwardBatch:
             CacheError: none are left.
         """
         if self._paged is not None:
-            self._paged.prepare(self._all_positions)
+            self._paged.prepare(self._all_positions, self._observer)
 
     @property
     def is_paged(self) -> bool:
@@ -372,6 +372,8 @@ class ForwardBatch:
             raise ModelError(f"Layers {sorted(missed)} never called attention in this batch.")
         if self._layouts is not None:
             self._layouts.end_step()
+        if self._paged is not None:
+            self._paged.evict()
         if self.mode is Mode.APPEND:
             states = recurrent or [NO_STATE] * len(self.segments)
             for segment, state in zip(self.segments, states, strict=True):

@@ -11,8 +11,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from larder.cache.page_evictions import PageEviction
     from larder.cache.step_layout import SequenceEviction
     from larder.cache.step_tables import StepTables
+    from larder.core.plan import StepMerging
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,19 @@ class StepObserver(ABC):
         del layouts
         return None
 
+    def page_evictions(
+        self, segments: Sequence[int], like: StepMerging | None = None
+    ) -> dict[int, PageEviction]:
+        """Evictions that are due behind a step over pages, of segments whose layers are then not
+        acted on when they are reported.
+
+        Args:
+            segments: those that kernels can evict from.
+            like: merging of other sequences of the step, whose scalar and slack any has to share.
+        """
+        del segments, like
+        return {}
+
     @abstractmethod
     def end_step(self, done: Mapping[int, Sequence[int]]) -> bool:
         """Act on a step of single tokens, of which no layer was reported.
@@ -103,6 +118,17 @@ class JoinedObserver(StepObserver):
                 if own is None:
                     return None
                 found.update((segment, eviction) for eviction in own.values())
+        return found
+
+    def page_evictions(
+        self, segments: Sequence[int], like: StepMerging | None = None
+    ) -> dict[int, PageEviction]:
+        found: dict[int, PageEviction] = {}
+        for segment, each in self._observers.items():
+            if isinstance(each, StepObserver) and segment in segments:
+                own = each.page_evictions([0], like)
+                found.update((segment, eviction) for eviction in own.values())
+                like = like or next((each.merging for each in own.values()), None)
         return found
 
     def end_step(self, done: Mapping[int, Sequence[int]]) -> bool:

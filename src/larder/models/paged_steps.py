@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING, cast
 
 from torch import Tensor
 
+from larder.cache.block_tables import own_pages
 from larder.core.types import Keys, Queries, Values
 from larder.models.attention_backend import SteppedSegments
+from larder.models.observers import Observer, StepObserver
 from larder.ops.packing import device_tensor
 
 if TYPE_CHECKING:
-    from larder.cache.block_tables import BlockTables
+    from larder.cache.block_tables import BlockTables, StepAttention
     from larder.cache.page_arena import PageArena
+    from larder.cache.page_evictions import PageEviction
     from larder.cache.sequence import SequenceCache
 
 
@@ -44,6 +47,9 @@ class PagedSteps:
         self._columns = [firsts[index] for index in self._indices]
         self._tables: BlockTables | None = None
         self._positions: list[int] = []
+        # What kernels evict behind the step, by index in `_caches`, and what layers attended to.
+        self._evictions: dict[int, PageEviction] = {}
+        self._seen: dict[int, StepAttention] = {}
         self._selected: Tensor | None = None
 
     @property
@@ -51,11 +57,12 @@ class PagedSteps:
         """Number of the segments."""
         return len(self._indices)
 
-    def prepare(self, indices: Sequence[Sequence[int]]) -> None:
+    def prepare(self, indices: Sequence[Sequence[int]], observer: Observer | None) -> None:
         """Reserve pages for the new entries, and set the tables of the step.
 
         Args:
             indices: true positions of the tokens of each segment of the batch.
+            observer: of the batch, which may leave evictions to kernels.
 
         Raises:
             CacheError: the arena has no pages left.
@@ -63,7 +70,16 @@ class PagedSteps:
         if self._arena is None or not self._indices:
             return
         self._positions = [indices[index][0] for index in self._indices]
+        if isinstance(observer, StepObserver):
+            due = observer.page_evictions(self._indices)
+            self._evictions = {self._indices.index(n): own for n, own in due.items()}
+        if self._evictions:
+            own_pages([self._leases[number] for number in self._evictions])
         self._tables = self._arena.prepare_step(self._leases, self._positions)
+        if self._evictions:
+            from larder.cache.page_evictions import set_evictions  # few policies evict so
+
+            set_evictions(self._tables, self._evictions)
 
     def attend(
         self, layer: int, queries: Queries, keys: Keys, values: Values
@@ -77,7 +93,17 @@ class PagedSteps:
             queries, keys, values = (
                 side.index_select(1, self._selected) for side in (queries, keys, values)
             )
-        out = self._tables.layers[layer].attend(queries, keys, values)
+        out, attention = self._tables.layers[layer].attend(queries, keys, values)
+        if self._evictions:
+            self._seen[layer] = attention
         for cache, position in zip(self._caches, self._positions, strict=True):
             cache.step_layer(layer).count_step(position)
         return SteppedSegments(self._indices, out)
+
+    def evict(self) -> None:
+        """Evict behind the step what the observer left to kernels."""
+        if self._tables is None or not self._evictions:
+            return
+        from larder.cache.page_evictions import evict_step
+
+        evict_step(self._tables, self._seen, self._caches, self._evictions)

@@ -63,11 +63,15 @@ from .packing import mask_of as mask_of
 from .packing import mask_outside as mask_outside
 from .packing import mask_until as mask_until
 from .packing import unmasked_indices as unmasked_indices
+from .page_eviction import evict_lowest as evict_lowest
 from .paged_attention import PAGE_TOKENS as PAGE_TOKENS
 from .paged_attention import AttentionBackend as AttentionBackend
 from .paged_attention import choose_backend as choose_backend
 from .paged_attention import gathered_attention as gathered_attention
 from .paged_attention import reference_paged_attention as reference_paged_attention
+from .pages import EntryMerging as EntryMerging
+from .pages import EvictionLimits as EvictionLimits
+from .pages import PagedEntries as PagedEntries
 from .pages import SegmentTables as SegmentTables
 from .pages import add_column_mass as add_column_mass
 from .pages import append_rows as append_rows

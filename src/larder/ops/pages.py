@@ -38,6 +38,49 @@ class SegmentTables(NamedTuple):
     key_offsets: Int32[Tensor, " S1"]
 
 
+class PagedEntries(NamedTuple):
+    """Storage of the pages of a layer; a row of each belongs to one entry."""
+
+    keys: Float[Tensor, "N P D"]
+    values: Float[Tensor, "N P D"]
+    positions: Int32[Tensor, "N P"]
+    columns: Float[Tensor, "n N P"]
+
+
+class EvictionLimits(NamedTuple):
+    """Entries of each segment that stay.
+
+    Args:
+        lengths: entries of the segment, its new one included; at most one more than `counts`.
+        counts: entries that stay.
+        firsts, stops: entries at true positions before the first or from the second on stay.
+    """
+
+    lengths: Int32[Tensor, " S"]
+    counts: Int32[Tensor, " S"]
+    firsts: Int32[Tensor, " S"]
+    stops: Int32[Tensor, " S"]
+
+
+class EntryMerging(NamedTuple):
+    """Merging of rejected entries into the most similar one that stays, above a threshold.
+
+    Args:
+        rates: how fast the threshold of a segment follows the likeness of what is rejected; 0 for
+            segments that drop what they reject.
+        slack: distance below the threshold at which an entry is still merged.
+        thresholds: threshold of each segment, at its first page; NaN before the first.
+        newest: true position of the newest token of each segment.
+        log_counts: column with the logarithm of the number of entries that an entry stands for.
+    """
+
+    rates: Float[Tensor, " S"]
+    slack: float
+    thresholds: Float[Tensor, " N"]
+    newest: Int32[Tensor, " S"]
+    log_counts: Float[Tensor, "N P"]
+
+
 def append_rows(
     pool: Shaped[Tensor, "N P *rest"], slots: Int64[Tensor, " M"], rows: Shaped[Tensor, "M *rest"]
 ) -> None:

@@ -101,18 +101,22 @@ class DecodeEviction:
         if providers := self.planner.token_providers:
             expected = self.forecast(segments, providers)
             observer = token_observer(eviction, caches, list(self.quotas[0]), expected)
-        if not is_deferred:
-            return observer
+        rule = self.planner.step_rule if is_step else None
         calls = len(segments) * len(caches[0].spec.layers)
-        rule = self.planner.step_rule
         if rule is None:
-            return DeferredObserver(observer, calls, None, batch)
+            return DeferredObserver(observer, calls, None, batch) if is_deferred else observer
         stepped = [
             SequenceStep(cache=cache, quotas=own, is_due=is_due, length=length)
             for cache, own, is_due, length in zip(caches, quotas, due, lengths, strict=True)
         ]
-        step = StepEviction(self.planner, rule, self.tokens, stepped)
-        return DeferredObserver(observer, calls, step, batch)
+        if is_deferred:
+            step = StepEviction(self.planner, rule, self.tokens, stepped)
+            return DeferredObserver(observer, calls, step, batch)
+        if all(cache.spec.arena is None for cache in caches):
+            return observer
+        from larder.prefill.page_eviction import PagedObserver  # not before there are pages
+
+        return PagedObserver(observer, self.planner, rule, self.tokens, stepped)
 
     def _eviction_pass(
         self,

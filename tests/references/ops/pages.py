@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from references.ops.softmax import capped
@@ -58,3 +60,62 @@ def column_mass(
             by_head.append(sums)
         masses.append([join([sums[index] for sums in by_head]) for index in range(len(rows))])
     return masses
+
+
+def after_step_eviction(
+    entries: Mapping[str, Tensor],
+    table: Tensor,
+    lengths: Sequence[int],
+    limits: Sequence[tuple[int, int, int]],
+    rates: Sequence[float],
+    thresholds: list[float],
+    newest: int,
+) -> list[list[dict[str, Any]]]:
+    """Entries of each segment behind an eviction, as dictionaries of their numbers.
+
+    Args:
+        entries: pools by name; `mass` has the scores, `log_count` what entries stand for.
+        limits: entries that stay, and the positions before and from which all do.
+        rates: 0 where what is rejected is dropped.
+        thresholds: of each segment, NaN before the first; changed in place.
+    """
+    held = {name: entries_of(pool, table, torch.tensor(lengths)) for name, pool in entries.items()}
+    left: list[list[dict[str, Any]]] = []
+    for segment, length in enumerate(lengths):
+        rows: list[dict[str, Any]] = [
+            {name: own[segment][index].double().tolist() for name, own in held.items()}
+            for index in range(length)
+        ]
+        count, first, stop = limits[segment]
+        if length > count:
+            spared = [row["positions"] < first or row["positions"] >= stop for row in rows]
+            ranks = [math.inf if s else row["mass"] for s, row in zip(spared, rows, strict=True)]
+            victim = max(index for index, rank in enumerate(ranks) if rank == min(ranks))
+            gone = rows.pop(victim)
+            if rates[segment] and rows:
+                tau = merge_rejected(gone, rows, rates[segment], thresholds[segment], newest)
+                thresholds[segment] = tau
+        left.append(rows)
+    return left
+
+
+def merge_rejected(
+    gone: dict[str, Any], rows: list[dict[str, Any]], rate: float, threshold: float, newest: int
+) -> float:
+    """Merge an entry into the most similar one, if it is above the threshold, which is returned."""
+    cosines = [cosine(gone["keys"], row["keys"]) for row in rows]
+    target, best = rows[cosines.index(max(cosines))], max(cosines)
+    threshold = best if math.isnan(threshold) else rate * best + (1 - rate) * threshold
+    if best >= threshold - 1e-5:
+        rates = [row["mass"] / (newest + 1 - row["positions"]) for row in (gone, target)]
+        share = rates[0] / rates[1]
+        pairs = zip(gone["values"], target["values"], strict=True)
+        target["values"] = [(share * lost + kept) / (1 + share) for lost, kept in pairs]
+        target["log_count"] += math.log(1 + share)
+    return threshold
+
+
+def cosine(one: Sequence[float], other: Sequence[float]) -> float:
+    """Cosine of the angle between two vectors."""
+    product = sum(a * b for a, b in zip(one, other, strict=True))
+    return product / math.sqrt(sum(a * a for a in one) * sum(b * b for b in other))

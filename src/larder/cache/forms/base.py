@@ -33,7 +33,7 @@ from larder.ops.block_attention import FEWEST_QUERIES
 from larder.ops.cpu.decode_attention import EvictionStorage, StepStorage
 
 if TYPE_CHECKING:
-    from larder.cache.layer_pages import PageLease
+    from larder.cache.page_lease import PageLease
     from larder.cache.row_updates import PlannedEviction
     from larder.cache.step_tables import StepTables
 

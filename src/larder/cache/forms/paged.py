@@ -10,27 +10,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.cache.entry_columns import EntryColumns, check_columns
+from larder.cache.entry_columns import EntryColumns, check_columns, check_scalars
 from larder.cache.forms.base import AttentionCall, AttentionState, CacheLayer
 from larder.cache.forms.dense import DenseLayer
 from larder.cache.forms.ragged import RaggedLayer
-from larder.cache.layer_pages import IntArray, LayerPages, PageLease
-from larder.cache.memory_usage import storage_bytes
+from larder.cache.layer_pages import LayerPages
 from larder.cache.merged_entries import merge_entries
 from larder.cache.new_tokens import NewTokens
 from larder.cache.page_arena import PageArena
+from larder.cache.page_lease import NUMBER_BYTES, IntArray, PageLease
 from larder.cache.spec import CacheSpec
 from larder.cache.validation import check_counts, check_dtypes, check_kept, check_single_precision
 from larder.core.errors import CacheError
 from larder.core.observation import Entries
 from larder.core.part import Ledger
-from larder.core.plan import Plan
+from larder.core.plan import Plan, StepQuota
 from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.types import Keys, Positions, Queries, Values
 from larder.ops.packing import copy_to_device, search_sorted
@@ -38,6 +39,17 @@ from larder.ops.paged_attention import paged_attention
 from larder.ops.pages import append_rows
 
 LENGTH_BYTES = 8  # of the length of a head in a state
+
+
+@runtime_checkable
+class StepBudget(Protocol):
+    """Budget of a policy, as far as a layer asks it."""
+
+    def step_quota(
+        self, scalars: Mapping[str, Float[Tensor, " K"]], quota: int, tokens: int
+    ) -> StepQuota | None:
+        """Entries that stay behind a decode step, by the ledger scalars of a layer."""
+        ...
 
 
 class PagedLayer(CacheLayer):
@@ -52,11 +64,9 @@ class PagedLayer(CacheLayer):
 
     def __init__(self, pool: LayerPages, plain: type[CacheLayer], ledger: Ledger) -> None:
         super().__init__(pool.layer)
-        self._lease, self._plain = PageLease(pool, ledger.columns), plain
-        # Scalars of the ledger; its columns are in the pages.
-        self._numbers = EntryColumns(ledger, pool.layer.kv_heads, pool.keys.device)
+        self._lease, self._plain = PageLease(pool, ledger), plain
         self._counted_pages = 0
-        self._count()
+        self._quotas: dict[object, StepQuota | None] = {}
 
     @classmethod
     def create(cls, layer: LayerSpec, model: ModelSpec, spec: CacheSpec) -> PagedLayer:
@@ -66,7 +76,7 @@ class PagedLayer(CacheLayer):
                 "The model's spec has no arena of pages: call Decoder.use_pages() before a cache "
                 "is made, or use a dense or ragged cache."
             )
-        arena.hold_columns(spec.ledger.columns)
+        arena.hold_ledger(spec.ledger)
         plain = RaggedLayer if spec.form == "ragged" else DenseLayer
         return cls(arena.pages[layer.index], plain, spec.ledger)
 
@@ -90,6 +100,21 @@ class PagedLayer(CacheLayer):
         else:  # the step has started new pages
             self._count()
 
+    def count_step_eviction(self, count: int) -> None:
+        """Count what kernels evicted behind a step, from heads with more than `count` entries."""
+        self._lease.count_step_eviction(count)
+        self.usage.set_entries(int(self._lease.lengths.sum()))
+
+    def step_quota(self, budget: StepBudget, quota: int, tokens: int) -> StepQuota | None:
+        """`Budget.step_quota` of the layer, found again only after a scalar was written.
+
+        The thresholds that kernels over pages move do not count.
+        """
+        key = budget, quota, tokens
+        if key not in self._quotas:
+            self._quotas[key] = budget.step_quota(self.ledger_scalars(), quota, tokens)
+        return self._quotas[key]
+
     def attention_calls(self, new: NewTokens) -> list[AttentionCall]:
         return [partial(self._attend_held, new.queries)]
 
@@ -101,7 +126,7 @@ class PagedLayer(CacheLayer):
         check_single_precision(plan)
         check_counts(plan, self.layer.kv_heads)
         check_columns(plan.columns, self.ledger, len(plan.kept))
-        self._numbers.check_scalars(plan.scalars)
+        check_scalars(plan.scalars, self.ledger, self.layer.kv_heads)
         merged = merge_entries(plan, self.entries()) if len(plan.folds) else None
         self._lease.compact(plan.kept, plan.lengths)
         if merged is not None:
@@ -110,7 +135,7 @@ class PagedLayer(CacheLayer):
             rows = rows[search_sorted(merged.targets.to(device), plan.kept.to(device))]
             pool.write(rows, merged.keys.to(pool.keys.dtype), merged.values.to(pool.keys.dtype))
         self._lease.write_columns(plan.columns)
-        self._numbers.write_scalars(plan.scalars)
+        self._write_scalars(plan.scalars)
         self._count()
 
     def write_columns(self, columns: Mapping[str, Float[Tensor, " T"]]) -> None:
@@ -127,10 +152,15 @@ class PagedLayer(CacheLayer):
     @property
     def ledger(self) -> Ledger:
         """Ledger, in the order of the columns."""
-        return self._numbers.ledger
+        return self._lease.ledger
 
     def ledger_scalars(self) -> Mapping[str, Float[Tensor, " K"]]:
-        return self._numbers.scalars_by_name
+        """Copies of the ledger scalars by name."""
+        return self._lease.gather_scalars()
+
+    def _write_scalars(self, scalars: Mapping[str, Float[Tensor, " K"]]) -> None:
+        self._lease.write_scalars(scalars)
+        self._quotas.clear()
 
     def allocate(self, room: int) -> None:
         self._lease.reserve(room)
@@ -150,7 +180,7 @@ class PagedLayer(CacheLayer):
         lengths = self._lease.lengths
         starts = tuple((lengths.cumsum() - lengths).tolist())
         columns = dict(zip(self.ledger.columns, self._lease.gather_columns(), strict=True))
-        numbers = columns, self._numbers.scalars_by_name
+        numbers = columns, self._lease.gather_scalars()
         return Entries(*self._lease.gather(), starts, self.lengths, *numbers)
 
     @property
@@ -159,8 +189,8 @@ class PagedLayer(CacheLayer):
 
     @property
     def idle_nbytes(self) -> int:
-        lengths = LENGTH_BYTES * self.layer.kv_heads
-        return self.entries_copy_bytes + lengths + storage_bytes(self.own_tensors())
+        per_head = LENGTH_BYTES + NUMBER_BYTES * len(self.ledger.scalars)
+        return self.entries_copy_bytes + per_head * self.layer.kv_heads
 
     @property
     def shared_nbytes(self) -> int:
@@ -169,7 +199,6 @@ class PagedLayer(CacheLayer):
     def fork(self) -> PagedLayer:
         copy = PagedLayer(self._lease.pool, self._plain, self.ledger)
         copy._lease = self._lease.fork()
-        copy._numbers = self._numbers.beside(self._numbers.values)
         copy._count()
         return copy
 
@@ -185,8 +214,10 @@ class PagedLayer(CacheLayer):
             return {**sides, "positions": positions[: self.lengths[0]].clone()}
         lengths = torch.from_numpy(self._lease.lengths.copy())
         exact = {"keys": keys, "values": values, "positions": positions, "lengths": lengths}
-        rows = torch.arange(len(positions), device=positions.device)
-        return exact | self._numbers.beside(self._lease.gather_columns()).state(rows)
+        numbers = EntryColumns(self.ledger, self.layer.kv_heads, positions.device)
+        numbers.values = self._lease.gather_columns()
+        numbers.write_scalars(self._lease.gather_scalars())
+        return exact | numbers.state(torch.arange(len(positions), device=positions.device))
 
     @classmethod
     def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> PagedLayer:
@@ -207,15 +238,16 @@ class PagedLayer(CacheLayer):
         layer._fill(counts, *sides, positions)
         held = EntryColumns.adopt(state, self.layer.kv_heads, len(positions))
         layer._lease.write_columns(held.by_name())
-        layer._numbers.write_scalars(held.scalars_by_name)
+        layer._write_scalars(held.scalars_by_name)
+        layer._count()
         return layer
 
     def restored(self, state: dict[str, Tensor]) -> PagedLayer:
         return self.adopted(state)
 
     def own_tensors(self) -> tuple[Tensor, ...]:
-        """Ledger scalars; the entries are in the arena."""
-        return self._numbers.tensors()
+        """Tensors of the layer: none, as all are in the arena."""
+        return ()
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -249,8 +281,7 @@ class PagedLayer(CacheLayer):
     def _count(self) -> None:
         """Count bytes and entries after a change."""
         pages = self._counted_pages = self._lease.num_pages
-        held = pages * self._lease.page_bytes + storage_bytes(self.own_tensors())
-        self.usage.set_bytes(held, self.counts_as_device)
+        self.usage.set_bytes(pages * self._lease.page_bytes, self.counts_as_device)
         self.usage.set_entries(int(self._lease.lengths.sum()))
 
 
