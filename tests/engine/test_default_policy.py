@@ -33,6 +33,12 @@ def engine() -> Engine:
     return Engine.load()
 
 
+@pytest.fixture
+def fast_planes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor with AVX-512, whatever the machine has."""
+    monkeypatch.setattr("larder.ops.plane_coder.is_plane_kernel_fast", lambda: True)
+
+
 def default(kind: str) -> Policy:
     return Policy.parse(larder.default_policy(kind))
 
@@ -75,6 +81,7 @@ def test_prompts_inside_transformers_have_the_policy_of_prompts() -> None:
     assert run.cache.policy.scorer == default("prompt").scorer
 
 
+@pytest.mark.usefixtures("fast_planes")
 @pytest.mark.parametrize("kind", ["document", "conversation", "contexts"])
 def test_command_line_and_engine_have_the_same_defaults(engine: Engine, kind: str) -> None:
     given = {
@@ -90,6 +97,7 @@ def test_command_line_and_engine_have_the_same_defaults(engine: Engine, kind: st
         assert options.policy == larder.default_policy(kind, spec)
 
 
+@pytest.mark.usefixtures("fast_planes")
 def test_documents_of_a_calibrated_model_are_read_under_larder(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,6 +121,7 @@ def test_documents_of_a_calibrated_model_are_read_under_larder(
     assert larder.default_policy("document", known) == "kvzip"
 
 
+@pytest.mark.usefixtures("fast_planes")
 def test_documents_are_read_under_larder_once_the_model_is_calibrated(engine: Engine) -> None:
     spec = engine.loaded.decoder.spec
     path = tables_path(spec.fingerprint, "transform")
@@ -122,6 +131,19 @@ def test_documents_are_read_under_larder_once_the_model_is_calibrated(engine: En
     assert larder.default_policy("document", spec) == "larder"
 
 
+@pytest.mark.parametrize(("limit", "policy"), [(1, "kvzip"), (2, "larder")])
+def test_processors_without_avx512_read_documents_under_kvzip(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, limit: int, policy: str
+) -> None:
+    """Processors up to AVX2 and from AVX-512 on, in the order of the instruction sets in C."""
+    library = SimpleNamespace(larder_instruction_set=lambda: limit)
+    monkeypatch.setattr("larder.ops.plane_coder.plane_library", lambda: library)
+    known = replace(engine.loaded.decoder.spec, fingerprint=KNOWN)
+    assert larder.default_policy("document", known) == policy
+    assert ("without AVX-512" in missing_for_larder(known)) == (policy == "kvzip")
+
+
+@pytest.mark.usefixtures("fast_planes")
 def test_reason_of_the_default_policy_is_printed(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -161,7 +161,7 @@ def open_engine(options: ModelOptions, conversations: Iterable[Conversation] = (
         conversations: what will be read, whose default policy acts if none was given; none if the
             default of conversations shall act.
     """
-    check_model_options(options)
+    _check_given_options(options)
     loaded, texts = load_model(options, options.adapter), tuple(conversations)
     if texts:
         options = choose_policy(options, texts, loaded.decoder.spec)
@@ -226,13 +226,18 @@ def check_model_options(options: ModelOptions) -> Policy:
     Raises:
         LarderError: an option has an invalid value.
     """
-    policy = parse_policy_option(
-        "--policy", options.policy or default_policy(TextKind.CONVERSATION)
-    )
+    _check_given_options(options)
+    spelling = options.policy or default_policy(TextKind.CONVERSATION)
+    return parse_policy_option("--policy", spelling)
+
+
+def _check_given_options(options: ModelOptions) -> None:
+    """Raise LarderError if an option has an invalid value; loads no default policy."""
+    if options.policy:
+        parse_policy_option("--policy", options.policy)
     _check_sizes(options)
     _check_decoding(options)
     page_use(options.pages, "--pages")
-    return policy
 
 
 def parse_policy_option(option: str, spelling: str) -> Policy:

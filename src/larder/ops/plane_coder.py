@@ -53,6 +53,7 @@ MOST_FAR = 32  # numbers of a group that are no bytes; with more it is wide
 NEAR_BYTES, FAR_BYTES = 3, 6
 TILE = 4  # most components of one code whose levels take turns
 MOST_WIDTH = 1024  # components of an entry
+AVX512 = 2  # of `enum instruction_set` of c_library.h
 
 Symbols = Int32[ndarray, "N W"]
 Tiers = Int8[ndarray, " N"]
@@ -194,6 +195,13 @@ def plane_library() -> CDLL | None:
     """The C kernels, or None where they were not compiled or are older than this coder."""
     library = c_library()
     return library if hasattr(library, "larder_encode_planes") else None
+
+
+def is_plane_kernel_fast() -> bool:
+    """Whether the compiled kernel reads planes by masks, with AVX-512; other processors read them
+    bit by bit, and a decode step takes more than twice as long."""
+    library = plane_library()
+    return library is not None and library.larder_instruction_set() >= AVX512
 
 
 def _checked(size: int) -> int:

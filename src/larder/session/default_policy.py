@@ -53,8 +53,8 @@ def default_policy(kind: TextKind | str, spec: ModelSpec | None = None) -> str:
     command line.
 
     Documents are read under `larder` if the model has calibrated transforms, as `smollm2` has from
-    the package and others by `larder model calibrate MODEL transform`, and runs on a CPU with the
-    compiled kernel; else under `kvzip`.
+    the package and others by `larder model calibrate MODEL transform`, and runs on a CPU with
+    AVX-512 and the compiled kernel; else under `kvzip`.
 
     Args:
         kind: `"prompt"`, `"document"`, `"conversation"` or `"contexts"`, or the `TextKind`.
@@ -85,12 +85,14 @@ def default_policy(kind: TextKind | str, spec: ModelSpec | None = None) -> str:
 def missing_for_larder(spec: ModelSpec) -> str:
     """What keeps documents of a model from the policy `larder`, as a clause; empty if nothing."""
     from larder.cache.table_file import measured_path
-    from larder.ops.plane_coder import plane_library
+    from larder.ops.plane_coder import is_plane_kernel_fast, plane_library
 
     if spec.layer_devices or spec.device.type != "cpu":
         return "its kernel is for CPUs"
     if plane_library() is None:
         return "its kernel was not compiled"
+    if not is_plane_kernel_fast():
+        return "its decode steps take long on a processor without AVX-512"
     if not measured_path(spec.fingerprint, TransformSpec().calibration).is_file():
         return "`larder model calibrate MODEL transform` was not run for this model"
     return ""

@@ -28,7 +28,6 @@ from larder.core.spec import LayerSpec
 from larder.models.attention_backend import AttentionInputs, CausalAttention
 from larder.models.decoder import Decoder
 from larder.models.introspection import weight_inputs
-from larder.models.measurements._noise_costs import cost_weights, noise_costs
 from larder.models.measurements.base import Granularity, SampleText, TableMeasurement
 from larder.ops.rope import rotate
 
@@ -94,6 +93,8 @@ class TransformMeasurement(TableMeasurement):
         self, decoder: Decoder, ids: tuple[int, ...], plain: dict[int, TransformTables]
     ) -> dict[int, TransformTables]:
         """Tables with components in which noise costs the same."""
+        from larder.models.measurements._noise_costs import cost_weights, noise_costs
+
         starts = range(0, len(ids) - self.sinks, self.cost_piece)
         texts = [ids[start : start + self.cost_piece] for start in starts]
         if not texts:
