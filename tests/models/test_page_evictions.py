@@ -131,6 +131,11 @@ def step(decoder: Decoder, caches: list[SequenceCache], planner: Any, number: in
     return decoder.forward_logits(segments, Mode.APPEND, range(len(caches)), observer)
 
 
+def plain_step(decoder: Decoder, cache: SequenceCache) -> Tensor:
+    """Step without a policy."""
+    return decoder.forward_logits([BatchSegment(cache, (40,))], Mode.APPEND, range(1))
+
+
 def test_rules_that_kernels_lack_go_by_plans(steps) -> None:
     expected, plain = answers(a_decoder(False), ROCO)
     tokens, paged = answers(a_decoder(True), ROCO)
@@ -186,15 +191,65 @@ def test_failed_pass_leaves_entries_as_they_were(monkeypatch) -> None:
     assert all(torch.equal(own.nan_to_num(), after[n].nan_to_num()) for n, own in before.items())
     step(decoder, [cache], planner, 3)
 
-    def interrupted(self: EvictionTables, seen: Any) -> None:
-        raise InputError("interrupted")
 
-    monkeypatch.setattr(EvictionTables, "evict", interrupted)
-    before = cache.state()
-    with pytest.raises(InputError, match="interrupted"):
-        step(decoder, [cache], planner, 4)
-    after = cache.state()
-    assert all(torch.equal(own.nan_to_num(), after[n].nan_to_num()) for n, own in before.items())
+@pytest.mark.parametrize("name", ["h2o", "d2o"])
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_evictions_that_fail_halfway_leave_no_usable_cache(monkeypatch, name, is_captured) -> None:
+    """Some layers have lost an entry; a sequence beside them without a policy is as it was."""
+    decoder = a_decoder(True, is_captured)
+    cache, planner = read(decoder, POLICIES[name])
+    plain = SequenceCache(decoder.spec, "dense")
+    decoder.read([BatchSegment(plain, some_ids(20))], Mode.APPEND)
+
+    def joined_step(number: int) -> None:
+        segments = [BatchSegment(own, (30 + number,)) for own in (cache, plain)]
+        observer = JoinedObserver({0: planner.observer([0], segments[:1], [number])})
+        decoder.forward_logits(segments, Mode.APPEND, range(2), observer)
+
+    for number in (1, 2):  # with a capture
+        joined_step(number)
+    evict, before = EvictionTables._evict_layer, plain.state()
+
+    def failing(self: EvictionTables, layer: Any, *given: Any) -> None:
+        if layer is list(self._tables.layers.values())[-1]:
+            raise InputError("interrupted")
+        evict(self, layer, *given)
+
+    with monkeypatch.context() as failure, pytest.raises(InputError, match="interrupted"):
+        failure.setattr(EvictionTables, "_evict_layer", failing)
+        joined_step(3)
+    with pytest.raises(CacheError, match="cannot be used"):
+        step(decoder, [cache], planner, 3)
+    with pytest.raises(CacheError, match="cannot be used"):
+        cache.fork()
+    after = plain.state()
+    assert all(torch.equal(own, after[n]) for n, own in before.items())
+    assert plain_step(decoder, plain).isfinite().all()
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_observer_that_fails_beside_evictions_of_kernels(is_captured) -> None:
+    """Layer by layer it fails before they evict; behind a graph they have evicted."""
+    decoder = a_decoder(True, is_captured)
+    cache, planner = read(decoder, H2O)
+    other = cache.fork()
+    for number in (1, 2):
+        step(decoder, [cache], planner, number)
+    before, segments = cache.lengths(), [BatchSegment(own, (30,)) for own in (cache, other)]
+
+    def failing(segment: int, layer: int, activations: Any) -> None:
+        raise InputError("refused")
+
+    observer = JoinedObserver({0: planner.observer([0], segments[:1], [3]), 1: failing})
+    with pytest.raises(InputError, match="refused"):
+        decoder.forward_logits(segments, Mode.APPEND, range(2), observer)
+    assert plain_step(decoder, other).isfinite().all()
+    if is_captured:
+        with pytest.raises(CacheError, match="cannot be used"):
+            step(decoder, [cache], planner, 3)
+    else:
+        assert cache.lengths() == before
+        assert step(decoder, [cache], planner, 3).isfinite().all()
 
 
 def test_no_room_for_copies_of_a_fork_is_refused_before_a_step() -> None:

@@ -175,20 +175,28 @@ def evict_step(
 ) -> None:
     """Evict behind a step whose limits are set and whose tokens are counted.
 
+    Where it fails halfway, the plans of the caches have grown: that cannot be undone.
+
     Args:
         seen: attention of each layer.
         caches: of all sequences of the step.
         evictions: by sequence.
     """
     assert tables.evictions is not None
+    count_plans(caches, evictions)
     tables.evictions.evict(seen)
     count_evictions(caches, evictions)
 
 
-def count_evictions(caches: Sequence[SequenceCache], evictions: Mapping[int, PageEviction]) -> None:
-    """Count in caches what kernels evicted, behind a step whose tokens are counted."""
-    for sequence, eviction in evictions.items():
+def count_plans(caches: Sequence[SequenceCache], evictions: Mapping[int, PageEviction]) -> None:
+    """Count evictions of caches as plans, before kernels carry them out."""
+    for sequence in evictions:
         caches[sequence].count_eviction()
+
+
+def count_evictions(caches: Sequence[SequenceCache], evictions: Mapping[int, PageEviction]) -> None:
+    """Count entries that kernels evicted from caches, behind a step whose tokens are counted."""
+    for sequence, eviction in evictions.items():
         layers = caches[sequence].layers
         for layer, limits in eviction.layers.items():
             cast("PagedLayer", layers[layer]).count_step_eviction(limits.count)

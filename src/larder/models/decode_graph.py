@@ -23,6 +23,7 @@ from larder.cache.page_evictions import (
     PageEviction,
     common_merging,
     count_evictions,
+    count_plans,
     set_evictions,
 )
 from larder.cache.page_lease import PageLease, has_biases
@@ -162,8 +163,8 @@ class DecodeGraphs:
     """Decode steps of caches in pages, captured once per batch size.
 
     Policies evict between steps, by plans, or at the end of a graph where they leave it to kernels
-    (`StepObserver.page_evictions`). A step that fails has changed no cache, but one whose observer
-    fails is rolled back as a forward batch is.
+    (`StepObserver.page_evictions`). A step that fails has changed no cache, but one whose graph or
+    observer fails is rolled back as a forward batch is: caches that kernels evict from are invalid.
 
     Args:
         decoder: decoder after `use_pages`.
@@ -236,12 +237,13 @@ class DecodeGraphs:
             bucket.replay = self._captured(bucket)
         if evictions:
             set_evictions(bucket.tables, evictions)
-        logits = bucket.replay()
+        plans = [cache.plans for cache in caches]
+        logits = self._replay(bucket, caches, evictions)
         for cache, position in zip(caches, positions, strict=True):
             cache.count_step(position)
         count_evictions(caches, evictions)
         if observer is not None and bucket.seen is not None:
-            self._observe(caches, observer, bucket.seen, bucket.positions[0].clone())
+            self._observe(caches, plans, observer, bucket.seen, bucket.positions[0].clone())
         for cache in caches:
             cache.advance(1)
         return logits[: len(caches)]
@@ -257,15 +259,35 @@ class DecodeGraphs:
         except RuntimeError as error:
             raise GraphContractError(f"A step of the model cannot be captured: {error}") from error
 
+    def _replay(
+        self,
+        bucket: _Bucket,
+        caches: Sequence[SequenceCache],
+        evictions: Mapping[int, PageEviction],
+    ) -> Float[Tensor, "B V"]:
+        """Logits of a step that is captured; caches that it evicts from are invalid if it fails."""
+        assert bucket.replay is not None
+        count_plans(caches, evictions)
+        try:
+            return bucket.replay()
+        except BaseException:  # any of the layers may have lost entries
+            for sequence in evictions:
+                caches[sequence].invalidate()
+            raise
+
     def _observe(
         self,
         caches: Sequence[SequenceCache],
+        plans: Sequence[int],
         observer: Observer,
         seen: ObservedStep,
         positions: Int64[Tensor, " B"],
     ) -> None:
-        """Report all layers of a step; caches return to where they were if that fails."""
-        plans = [cache.plans for cache in caches]
+        """Report all layers of a step; caches return to where they were if that fails.
+
+        Args:
+            plans: of each cache before the step; those with more since are invalid then.
+        """
         try:
             for layer, sides in enumerate(seen.copies()):
                 for row in range(len(caches)):
