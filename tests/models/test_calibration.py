@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from builders import a_layer
-from larder.cache import TransformTables, measured_path, packaged_path, tables_path
+from larder.cache import TransformTables, measured_path, packaged_path, table_file, tables_path
 from larder.core import ModelError, TransformSpec
 from larder.models import (
     MEASUREMENTS,
@@ -169,6 +169,42 @@ def test_tensors_of_other_parameters_are_measured_again(larder_home) -> None:
     (larder_home / measurement.file_name).touch()
     assert not measurement.takes_packaged(larder_home)
     assert SMALL["squeeze"].takes_packaged(larder_home)
+
+
+def test_damaged_tensors_are_measured_again(three_layers, larder_home, monkeypatch) -> None:
+    """Beside numbers that are whole: `larder model calibrate` is the way out that errors name."""
+    measurement = replace(MEASUREMENTS.load("transform")(), tokens=96, piece=48, cost_tokens=0)
+    load = type(MEASUREMENTS).load
+    monkeypatch.setattr(
+        type(MEASUREMENTS),
+        "load",
+        lambda self, name: (lambda: measurement) if name == "transform" else load(self, name),
+    )
+    names = frozenset({"transform"})
+    first = calibrate(three_layers, encode, names)
+    path = tables_path(three_layers.spec.fingerprint, "transform")
+    whole = path.read_bytes()
+    for damaged in (whole[:-1], whole[:4], b""):
+        path.write_bytes(damaged)
+        assert not measurement.has_files(path.parent)
+        assert not measurement.takes_packaged(path.parent)
+        assert calibrate(three_layers, encode, names) == first
+        assert path.read_bytes() == whole
+
+
+def test_damaged_file_of_the_package_says_what_to_do(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(table_file, "files", lambda name: tmp_path)
+    path = tmp_path / table_file.PACKAGED / "transform.other.safetensors"
+    path.parent.mkdir(parents=True)
+    for damaged in (b"", b"{}"):
+        path.write_bytes(damaged)
+        with pytest.raises(
+            ModelError, match=r"transform\.other.* is damaged .*install Larder again"
+        ):
+            packaged_path(f"some model {damaged!r}", "transform")
+    save_file({"0.mean": torch.zeros(1)}, path)  # without a card
+    with pytest.raises(ModelError, match="is damaged"):
+        packaged_path("some model", "transform")
 
 
 def test_progress_is_the_percentage_of_all_measurements(three_layers, small, larder_home) -> None:

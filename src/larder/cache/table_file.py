@@ -118,16 +118,27 @@ def measured_path(fingerprint: str, name: str) -> Path:
 
 @cache
 def packaged_path(fingerprint: str, name: str) -> Path | None:
-    """File of a measurement that comes with the package; None if there is none of this model."""
-    from safetensors import safe_open
+    """File of a measurement that comes with the package; None if there is none of this model.
 
+    Raises:
+        ModelError: a file of the package is damaged.
+    """
     folder = Path(str(files("larder") / PACKAGED))
     for path in sorted(folder.glob(f"{name}.*{SUFFIX}")):
-        with safe_open(path, framework="pt") as file:
-            card = json.loads((file.metadata() or {}).get(CARD, "{}"))
-        if fingerprint in card.get("fingerprints", ()):
+        if fingerprint in _packaged_fingerprints(path):
             return path
     return None
+
+
+def _packaged_fingerprints(path: Path) -> Sequence[str]:
+    """Fingerprints of the models that a file of the package is of."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            return json.loads((file.metadata() or {})[CARD])["fingerprints"]
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise ModelError(f"{path} is damaged ({error}): install Larder again.") from None
 
 
 def tensors_digest(tensors: Iterable[Tensor]) -> str:

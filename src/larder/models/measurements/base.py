@@ -13,6 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import ClassVar
 
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
@@ -147,7 +148,13 @@ class TableMeasurement(Measurement):
         return self.summary(tables)
 
     def has_files(self, folder: Path) -> bool:
-        return (folder / self.file_name).is_file()
+        """True if a folder holds the tensors, whole: a damaged file is measured again."""
+        try:
+            with safe_open(folder / self.file_name, framework="pt"):
+                return True
+        except (OSError, SafetensorError):
+            return False
 
     def takes_packaged(self, folder: Path) -> bool:
-        return not self.has_files(folder)  # caches read the tensors of the folder, if there are any
+        # Caches read the tensors of the folder, if there are any, damaged or not.
+        return not (folder / self.file_name).is_file()
