@@ -58,6 +58,11 @@ def test_adapter_of_the_bundled_model_is_loaded(tmp_path: Path) -> None:
         app, ["ask", str(file), "-q", "Key?", "--adapter", str(tmp_path), "--json"]
     )
     assert done.exit_code == 0 and json.loads(done.stdout)["answers"]
+    given = ["model", "calibrate", "seed", "squeeze", "--json", "--adapter", str(tmp_path)]
+    for mode in AdapterMode:  # found by the fingerprint with which `ask` looks it up
+        done = CliRunner().invoke(app, [*given, "--adapter-mode", mode.value])
+        expected = load(adapter=str(tmp_path), adapter_mode=mode.value).decoder.spec.fingerprint
+        assert json.loads(done.stdout)["model_fingerprint"] == expected != plain.spec.fingerprint
 
 
 def test_invalid_adapters_are_refused(tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ class TransformTables:
             raise CacheError(
                 f"{path} has no transforms of layer {layer.index}: measure them with "
                 f"`larder model calibrate MODEL {spec.calibration}`, on the device and dtype that "
-                "it runs in."
+                "it runs in, under its adapter if it has one."
             ) from None
 
 

@@ -115,11 +115,15 @@ def calibrate(
     ] = None,
     device: Annotated[str, typer.Option(help="Device of the model.")] = "cpu",
     dtype: Annotated[str | None, typer.Option(help="As of `ask`.")] = None,
+    adapter: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="LoRA adapter of the model, as of `ask`.")
+    ] = None,
+    adapter_mode: Annotated[str, typer.Option(help="As of `ask`.")] = "merged",
 ) -> None:
     """Measure what policies need to know of a model, once; they measure it themselves otherwise.
 
-    Numbers are kept under LARDER_HOME by the model's fingerprint; take the device and dtype that
-    the model will run with.
+    Numbers are kept under LARDER_HOME by the model's fingerprint; take the device, dtype and
+    adapter that the model will run with.
     """
     from larder.engine.progress_bar import progress_bar
     from larder.models.calibration import MEASUREMENTS, CalibrationOutcome, calibrate_each
@@ -130,7 +134,9 @@ def calibrate(
     for name in measurements or ():
         if name not in known:
             raise UnknownName(unknown_name_message("calibration", name, known))
-    loaded = load(model, device, dtype, stage=progress_bar)
+    loaded = load(
+        model, device, dtype, adapter=adapter, adapter_mode=adapter_mode, stage=progress_bar
+    )
     encode = TokenizerAdapter(loaded.tokenizer).encode
     names, outcomes = measurements or known, list[CalibrationOutcome]()
     with progress_bar(f"Calibrating {model}", "measurements") as update:

@@ -94,7 +94,10 @@ def missing_for_larder(spec: ModelSpec) -> str:
     if not is_plane_kernel_fast():
         return "its decode steps take long on a processor without AVX-512"
     if not measured_path(spec.fingerprint, TransformSpec().calibration).is_file():
-        return "`larder model calibrate MODEL transform` was not run for this model"
+        return (
+            "`larder model calibrate MODEL transform` was not run for this model as it is loaded, "
+            "its adapter included"
+        )
     return ""
 
 
