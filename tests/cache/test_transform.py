@@ -244,9 +244,9 @@ def test_state_of_another_calibration_is_refused() -> None:
     state = coded().state()
     from safetensors.torch import save_file
 
-    from larder.cache import transform_tables
+    from larder.cache import tables_path, transform_tables
 
-    path = transform_tables.tables_path("", "transform")
+    path = tables_path("", "transform")
     save_file(transform_tables.state_of({0: some_tables(LAYER, seed=7)}), path)
     transform_tables._read.cache_clear()
     with pytest.raises(CacheError, match="build the cache again"):
