@@ -29,7 +29,7 @@ from larder.core import (
 )
 from larder.ops import c_library
 from larder.ops.cpu import recall_step
-from larder.recall import Dci, Flat
+from larder.recall import Dci, DciIndex, Flat
 
 pytestmark = pytest.mark.skipif(c_library() is None, reason="needs the C kernels")
 
@@ -162,6 +162,24 @@ def test_attention_that_fails_leaves_the_pages_loaded(monkeypatch) -> None:
     assert ours.pages[0] == 2 * 3 * 2 and same(held(ours), held(theirs))
     new = draw(LAYERS[0], 1, 81, 3)
     assert same(stepped(ours, new, True), stepped(theirs, new, False))
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_index_that_fails_leaves_no_selection(monkeypatch, takes) -> None:
+    """Its pages are of an index that is empty afterwards."""
+    store, twin = two_stores(Dci(tokens=12, page=4, dense=0))
+    for own in (store, twin):
+        stepped(own, draw(LAYERS[0], 1, 80), takes)
+        append(own, draw(LAYERS[0], 20, 81))
+        offload(own, Random(1))
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(DciIndex, "add", raise_memory_error)
+        stepped(store, draw(LAYERS[0], 1, 101), takes)
+    assert store.fetcher.selection is None
+    store.truncate(101)
+    new = draw(LAYERS[0], 1, 101, 3)
+    ours, theirs = (stepped(own, new, takes) for own in (store, twin))
+    assert torch.isfinite(ours[0]).all() and ours[0].shape == theirs[0].shape
 
 
 def test_slots_without_room_stay_as_they_were() -> None:

@@ -213,6 +213,7 @@ class PageFetcher(TensorOwner):
             self.shared_index.update(entries, observed if observed.shape[1] else None)
         except BaseException:  # the index was reset, so its pages are invalid
             self._drop_pool()
+            self._select_pages(None)
             raise
 
     def measure(self, others: Iterable[PageFetcher]) -> None:
