@@ -225,6 +225,32 @@ def test_states_restore_with_and_without_pages() -> None:
             assert same_bits(build(target, own, caches[0].meta()).state(), states[0])
 
 
+@pytest.mark.parametrize("ledger", [Ledger(), Ledger(("mass",)), LEDGER], ids=str)
+@pytest.mark.parametrize("kept", [[[], []], [[], [1, 2]]], ids=["empty", "one head"])
+def test_heads_without_entries_are_restored(ledger, kept) -> None:
+    layer = a_layer(2, 2)
+    spec = paged_spec(layer)
+    store = a_store(spec, ledger)
+    extend(store, draw(layer, 6))
+    store.evict(a_plan(kept, store.lengths))
+    restored = a_store(spec, ledger).restored(store.state())
+    assert same_bits(restored.state(), store.state())
+    assert_counted(restored)
+    for own in (store, restored):
+        extend(own, draw(layer, 1, 6))
+    assert same_bits(restored.state(), store.state())
+
+
+@pytest.mark.parametrize("form", ["dense", "ragged"])
+def test_empty_caches_are_restored(form) -> None:
+    spec = paged_spec(a_layer(2, 2))
+    cache = SequenceCache(spec, form)
+    restored = SequenceCache.restore(spec, cache.state(), cache.meta())
+    assert restored.lengths() == cache.lengths()
+    extend(restored.layers[0], draw(a_layer(2, 2), 3))
+    assert restored.lengths() == ((3, 3),)
+
+
 def test_arena_grows_with_its_columns() -> None:
     layer = a_layer(2, 2)
     spec = a_spec(layer)
