@@ -111,8 +111,8 @@ class PageLease:
         taken = iter(self.pool.take(sum(map(len, (*missing, *copied)))))
         for pages, numbers in zip(self._pages, missing, strict=True):
             pages += [next(taken) for _ in numbers]
-        begun = [own for own, had in zip(self._pages, counts, strict=True) if own and not had]
-        self._clear_scalars([own[0] for own in begun])
+        fresh = [own for own, had in zip(self._pages, counts, strict=True) if own and not had]
+        self._clear_scalars([own[0] for own in fresh])
         for head, numbers in enumerate(copied):
             for number in numbers:
                 self._replace(head, number, next(taken))
