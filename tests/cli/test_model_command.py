@@ -125,6 +125,26 @@ def test_calibrations_are_cached_and_report_their_cost(
     assert status == 2 and "sensitivity" in error
 
 
+def test_again_measures_what_is_cached_or_packaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibration, "home", lambda: tmp_path)
+    document = json.loads(run("calibrate", "seed", "squeeze", "--json")[1])
+    file = tmp_path / document["model_fingerprint"] / "squeeze.json"
+    measured = json.loads(file.read_text())
+    file.write_text(json.dumps({**measured, "values": [0.0] * len(measured["values"])}))
+    assert "was there" in run("calibrate", "seed", "squeeze")[1]
+    status, text, _ = run("calibrate", "seed", "squeeze", "--again")
+    assert status == 0 and "measured" in text and "was there" not in text
+    assert json.loads(file.read_text()) == measured
+    file.unlink()
+    row = {"fingerprint": document["model_fingerprint"], "name": "squeeze", **measured}
+    monkeypatch.setattr(calibration, "_packaged", lambda: {"measured": [row]})
+    assert "was there" in run("calibrate", "seed", "squeeze")[1] and not file.exists()
+    assert "was there" not in run("calibrate", "seed", "squeeze", "--again")[1]
+    assert json.loads(file.read_text()) == measured
+
+
 def test_inapplicable_calibration_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

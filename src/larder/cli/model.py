@@ -119,6 +119,9 @@ def calibrate(
         str | None, typer.Option(metavar="FOLDER", help="LoRA adapter of the model, as of `ask`.")
     ] = None,
     adapter_mode: Annotated[str, typer.Option(help="As of `ask`.")] = "merged",
+    again: Annotated[
+        bool, typer.Option("--again", help="Measure what was measured before or is packaged, too.")
+    ] = False,
 ) -> None:
     """Measure what policies need to know of a model, once; they measure it themselves otherwise.
 
@@ -126,7 +129,12 @@ def calibrate(
     adapter that the model will run with.
     """
     from larder.engine.progress_bar import progress_bar
-    from larder.models.calibration import MEASUREMENTS, CalibrationOutcome, calibrate_each
+    from larder.models.calibration import (
+        MEASUREMENTS,
+        CalibrationOutcome,
+        calibrate_each,
+        measure_each,
+    )
     from larder.models.loader import load
     from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
@@ -139,8 +147,9 @@ def calibrate(
     )
     encode = TokenizerAdapter(loaded.tokenizer).encode
     names, outcomes = measurements or known, list[CalibrationOutcome]()
+    run_each = measure_each if again else calibrate_each
     with progress_bar(f"Calibrating {model}", "measurements") as update:
-        for one in calibrate_each(loaded.decoder, encode, names):
+        for one in run_each(loaded.decoder, encode, names):
             outcomes.append(one)
             update(len(outcomes), len(names))
     if options.json:

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -86,18 +87,35 @@ def calibrate_each(
     Raises:
         UnknownName: there is no such measurement.
     """
-    sample = SampleText(encode)
     # One measurement may need another, which it makes and caches.
     cached = {name for name in names if _is_cached(decoder, name)}
+    sample = SampleText(encode)
     for name in names:
-        started = time.perf_counter()
-        try:
-            numbers, refusal = len(_cached_measurement(decoder, sample, name)), ""
-        except ModelError as error:
-            numbers, refusal = 0, str(error)
-        yield CalibrationOutcome(
-            name, numbers, time.perf_counter() - started, name in cached, refusal
-        )
+        yield _outcome(name, name in cached, partial(_cached_measurement, decoder, sample, name))
+
+
+def measure_each(
+    decoder: Decoder, encode: Callable[[str], Sequence[int]], names: Sequence[str]
+) -> Iterator[CalibrationOutcome]:
+    """Measure each calibration in turn, in place of what was measured before or is packaged.
+
+    Raises:
+        UnknownName: there is no such measurement.
+    """
+    sample = SampleText(encode)
+    for name in names:
+        yield _outcome(name, False, partial(_new_measurement, decoder, sample, name))
+
+
+def _outcome(
+    name: str, is_cached: bool, values: Callable[[], tuple[float, ...]]
+) -> CalibrationOutcome:
+    started = time.perf_counter()
+    try:
+        numbers, refusal = len(values()), ""
+    except ModelError as error:
+        numbers, refusal = 0, str(error)
+    return CalibrationOutcome(name, numbers, time.perf_counter() - started, is_cached, refusal)
 
 
 def _calibration_file(decoder: Decoder, name: str) -> Path:
@@ -131,8 +149,13 @@ def _cached_measurement(decoder: Decoder, sample: SampleText, name: str) -> tupl
     measurement: Measurement = MEASUREMENTS.load(name)()
     count = _expected_count(decoder, measurement, name)
     known = _cached_values(decoder, measurement, name, count)
-    if known is not None:
-        return known
+    return _new_measurement(decoder, sample, name) if known is None else known
+
+
+def _new_measurement(decoder: Decoder, sample: SampleText, name: str) -> tuple[float, ...]:
+    """Values of a measurement made now, and saved in its files."""
+    measurement: Measurement = MEASUREMENTS.load(name)()
+    count = _expected_count(decoder, measurement, name)
     path, profile = _calibration_file(decoder, name), asdict(measurement)  # pyright: ignore
     values = measurement.measure_into(path.parent, decoder, sample)
     if len(values) != count or not all(map(math.isfinite, values)):
