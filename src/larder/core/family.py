@@ -1,8 +1,9 @@
 """Registry of part families, in which a file name is the public name of a part.
 
-A family is a package whose modules each define one `Part`. Listing names imports nothing; loading
-imports one module. Third parties add parts through the entry point group `larder.<kind>`; they
-cannot override a built-in name.
+A family is a package whose modules each define one `Part`. Variants of a part may stand in its
+file: `VARIANTS` of the package maps the name of each to its module and class. Listing names imports
+nothing; loading imports one module. Third parties add parts through the entry point group
+`larder.<kind>`; they cannot override a built-in name.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class Family:
             UnknownName: no part has this name; the message lists the nearest ones.
         """
         if name in self.builtin_names():
-            return import_module(f"{self.package}.{name}").Part
+            module, part = _variants(self.package).get(name, (name, "Part"))
+            return getattr(import_module(f"{self.package}.{module}"), part)
         if name in (offered := self._offered()):
             return offered[name].load()
         raise UnknownName(unknown_name_message(self.kind, name, self.names(), self.listing))
@@ -74,12 +76,14 @@ class Family:
 def public_name(part: type) -> str:
     """Public name of a part class.
 
-    Built-in parts have the name of their file, third-party parts that of their entry point; a part
-    without an entry point has its class name.
+    Built-in parts have the name of their file or variant, third-party parts that of their entry
+    point; a part without an entry point has its class name.
     """
     module = part.__module__
     if module.startswith(_BUILT_IN):
-        return module.rpartition(".")[2]
+        package, _, file = module.rpartition(".")
+        variants = {place: name for name, place in _variants(package).items()}
+        return variants.get((file, part.__name__), file)
     top = module.partition(".")[0]
     taken = _reserved_names(part)
     for point in (point for each in distributions() for point in each.entry_points):
@@ -105,9 +109,15 @@ def _entry_points(group: str, path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
 
 @cache
 def _own_names(package: str) -> frozenset[str]:
-    """Module names of a package, cached: the installed package does not change."""
+    """Names of a package's parts, cached: the installed package does not change."""
     modules = {module.name for module in pkgutil.iter_modules(import_module(package).__path__)}
-    return frozenset(m for m in modules if not m.startswith("_") and m != "base")
+    files = frozenset(m for m in modules if not m.startswith("_") and m != "base")
+    return files.union(_variants(package))
+
+
+def _variants(package: str) -> dict[str, tuple[str, str]]:
+    """Module and class of each part that stands in the file of another, by public name."""
+    return vars(import_module(package)).get("VARIANTS", {})
 
 
 def unknown_name_message(kind: str, name: str, known_names: list[str], listing: str = "") -> str:

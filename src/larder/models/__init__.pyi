@@ -74,7 +74,6 @@ from .loader import wrap_model as wrap_model
 from .lora_adapter import CONFIG as CONFIG
 from .lora_adapter import AdapterMode as AdapterMode
 from .lora_adapter import apply_adapter as apply_adapter
-from .measurements._attention_capture import random_tokens as random_tokens
 from .measurements._attention_capture import squared_errors as squared_errors
 from .measurements._needles import HiddenNeedle as HiddenNeedle
 from .measurements._needles import NeedlePassage as NeedlePassage
@@ -88,8 +87,9 @@ from .measurements.base import Granularity as Granularity
 from .measurements.base import SampleText as SampleText
 from .measurements.duo_attention import TrainedGates as TrainedGates
 from .measurements.echo import Echo as Echo
+from .measurements.echo import Induction as Induction
+from .measurements.echo import random_tokens as random_tokens
 from .measurements.eviction_error import EvictionErrorMeasurement as EvictionErrorMeasurement
-from .measurements.induction import Induction as Induction
 from .measurements.kvquant import KVQuantMeasurement as KVQuantMeasurement
 from .measurements.kvquant import layer_levels as layer_levels
 from .measurements.kvquant import scaled_tables as scaled_tables

@@ -1,27 +1,20 @@
-"""Numbers of the attention of each managed layer, measured in one forward without a cache, on any
-text or on a random one that repeats itself.
-"""
+"""Numbers of the attention of each managed layer, measured in one forward without a cache."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from larder.core.errors import BadParameter
 from larder.models.attention_backend import AttentionInputs, CausalAttention
 from larder.models.decoder import Decoder
-from larder.models.measurements.base import Granularity, Measurement, SampleText
 from larder.ops.attention import cap_logits
 from larder.ops.attention_weights import softmax_with_sinks
 
 CHUNK_TOKENS = 128  # queries whose weights are in memory at a time
 TINY = 1e-30  # for outputs that are all zeros
-SEED = 0
 
 
 def softmax_weights(inputs: AttentionInputs, rows: Int[Tensor, " Q"]) -> Float[Tensor, "H Q S"]:
@@ -83,51 +76,3 @@ def measure_layers(
 def flatten_layers(decoder: Decoder, numbers: dict[int, list[float]]) -> tuple[float, ...]:
     """Numbers of all managed layers, in layer order."""
     return tuple(value for layer in decoder.spec.managed for value in numbers[layer.index])
-
-
-@dataclass(frozen=True)
-class RepeatedText(Measurement):
-    """Mean attention weight of a token on one position of each earlier repetition.
-
-    One number per kv head, the maximum over its query heads.
-
-    Args:
-        tokens: length of the repeated text. Drawn from the tokens of the bundled text, each once
-            before any repeats, so that special tokens do not occur.
-        times: number of repetitions.
-    """
-
-    tokens: int = 500
-    times: int = 4
-    granularity = Granularity.KV_HEAD
-    offset: ClassVar[int]  # distance from the token's own position in an earlier repetition
-
-    def __post_init__(self) -> None:
-        if self.tokens < 2 or self.times < 2:
-            raise BadParameter(f"A repeated text needs tokens >= 2 and times >= 2, got {self}.")
-
-    def measure(self, decoder: Decoder, sample: SampleText) -> tuple[float, ...]:
-        ids = random_tokens(sample.token_ids(), self.tokens) * self.times
-        return measure_layers(decoder, ids, lambda shown: head_maxima(self._mass(shown), shown))
-
-    def _mass(self, inputs: AttentionInputs) -> Float[Tensor, " H"]:
-        """Mean over the tokens of all repetitions but the first."""
-        device = inputs.queries.device
-        rows = torch.arange(self.tokens, self.tokens * self.times, device=device)
-        sums = torch.zeros(inputs.queries.shape[0], dtype=torch.float64, device=device)
-        back = self.tokens * torch.arange(1, self.times, device=device)
-        for some in rows.split(CHUNK_TOKENS):
-            indices = some[:, None] - back  # [Q, readings]
-            found = softmax_weights(inputs, some).gather(
-                2, (indices + self.offset).clamp(min=0).expand(len(sums), -1, -1)
-            )
-            sums += found.masked_fill(indices < 0, 0.0).sum((1, 2)).double()
-        return (sums / len(rows)).float()
-
-
-def random_tokens(known: tuple[int, ...], tokens: int) -> tuple[int, ...]:
-    """Random token ids with a fixed seed."""
-    source, ids = torch.Generator().manual_seed(SEED), list[int]()
-    while len(ids) < tokens:
-        ids += [known[index] for index in torch.randperm(len(known), generator=source).tolist()]
-    return tuple(ids[:tokens])

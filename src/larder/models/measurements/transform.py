@@ -113,6 +113,27 @@ class TransformMeasurement(TableMeasurement):
         return tuple(float(tables[name].mean()) for name in names)
 
 
+class RotatedTransform(TransformMeasurement):
+    """Keys and queries behind their rotary embedding, for `transform(rope="after")`."""
+
+    file_name = "transform_after_rope.safetensors"
+    rope = RopeStage.AFTER
+
+
+class FullMetricTransform(TransformMeasurement):
+    """Vectors weighed by the square root of the metric, for `transform(metric=1)`."""
+
+    file_name = "transform_full_metric.safetensors"
+    metric = 1.0
+
+
+class UnweightedTransform(TransformMeasurement):
+    """Eigenvectors of plain covariances, for `transform(metric=0)`."""
+
+    file_name = "transform_unweighted.safetensors"
+    metric = 0.0
+
+
 def _layer_number(name: str) -> int:
     return int(name.partition(".")[0])
 

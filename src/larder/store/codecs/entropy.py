@@ -86,6 +86,31 @@ class Entropy(StorageCodec):
         return numbers
 
 
+class CoarseEntropy(Entropy):
+    """Coarser level, in steps twice as wide (section 5.3)."""
+
+    step_scale: ClassVar[float] = 2 * STEP_SCALE
+
+
+class FineEntropy(Entropy):
+    """Finer level, in steps a quarter as wide (section 5.3)."""
+
+    step_scale: ClassVar[float] = STEP_SCALE / 4
+
+
+class CacheGen(Entropy):
+    """Chunks at three levels of entropy coding, finest first, of which a restore loads one.
+
+    Section 5.3: a lossless cache of a text is stored as chunks, and every chunk at each of
+    `levels`. Which one is loaded, or whether the rest of the text is read again, is up to
+    `larder.store.stream_controller`. Other caches (compressed by a policy, several of a session, of
+    models with sliding windows or latents) are stored as `entropy` does.
+    """
+
+    levels: ClassVar[tuple[str, ...]] = ("entropy_fine", "entropy", "entropy_coarse")
+    unstreamed: ClassVar[str] = "entropy"
+
+
 def _split(length: int) -> tuple[Tensor, Tensor]:
     """Indices of anchor rows and of rows coded as differences."""
     rows = torch.arange(length)

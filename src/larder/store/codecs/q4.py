@@ -24,8 +24,7 @@ from larder.core.codec import Codec
 from larder.core.errors import CacheError
 from larder.core.plan import Plan
 from larder.store.blobs.cache_state import is_lossless_cache
-from larder.store.codecs.base import GROUP
-from larder.store.codecs.int4 import Int4
+from larder.store.codecs.int4 import GROUP, Int4
 
 HELD = Codec(4, 4, GROUP)
 
