@@ -328,6 +328,23 @@ def test_below_uniform_attention_counts_as_unimportant() -> None:
     assert counts.tolist() == pytest.approx([8 * fading, 1.0, 4 * fading + 1, 0.0])
 
 
+@pytest.mark.parametrize("size", [2, 200])
+def test_capkv_solves_for_two_query_heads_of_any_size(size: int) -> None:
+    """Values along axes of their own have a capacity of 2 each; sizes above 128 on two threads."""
+    layer = LayerSpec(0, 2, 1, size, 1.0, radians=(0.0,) * (size // 2))
+    axes = torch.eye(size)[:2]
+    entries = Entries(axes[:1].expand(2, -1), axes, torch.arange(2).int(), (0,), (2,))
+    asked = axes[0].expand(2, 1, -1)
+    seen = Observation(layer, entries, asked, torch.tensor([1]), 2, (0, 2), keys=asked[:1])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        scores = CapKV(future=1, sinks=0).score(seen).tolist()
+    finally:
+        torch.set_num_threads(threads)
+    assert scores == pytest.approx([1 / 2, 1 / 2], abs=1e-4)
+
+
 def stored(keys: list[list[float]], values: list[list[float]]) -> Observation:
     """One head with these entries, of which the newest asks with the query (1, 0)."""
     positions, count = torch.arange(len(keys)), len(keys)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int, Int32
 from torch import Tensor
@@ -61,7 +62,8 @@ class TransformTables:
     @cached_property
     def inverse(self) -> Float[Tensor, "2 K D D"]:
         """Matrices that turn components back."""
-        return torch.linalg.inv(self.forward.double()).float().contiguous()
+        # torch 2.13's LU of a batch of matrices above 128 fails on several threads of MKL
+        return torch.from_numpy(np.linalg.inv(self.forward.double().cpu().numpy())).float()
 
     @cached_property
     def bfloat16_keys(self) -> Int32[Tensor, "K half D"]:

@@ -99,7 +99,10 @@ def _solved(weights: Float[Tensor, "R S"], values: Float[Tensor, "S D"]) -> tupl
     """Values over the capacity of each query [R, D, S], and which solutions failed."""
     weighed = values * weights[..., None]  # [R, S, D]
     capacity = weighed.mT @ values + torch.eye(values.shape[1]).to(values)
-    return torch.linalg.solve_ex(capacity, values.T)  # pyright: ignore
+    # positive definite; torch 2.13's LU of a batch of matrices above 128 fails on several threads
+    roots, failures = torch.linalg.cholesky_ex(capacity)  # pyright: ignore
+    values = values.T.expand(len(capacity), -1, -1)
+    return torch.cholesky_solve(values, roots), failures  # pyright: ignore
 
 
 Part = CapKV
