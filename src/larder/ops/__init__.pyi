@@ -14,6 +14,8 @@ from .attention import ragged_attention as ragged_attention
 from .attention import sink_logits as sink_logits
 from .attention import sinks_by_group as sinks_by_group
 from .attention import windowed_attention as windowed_attention
+from .attention_gradient import EarlierEntries as EarlierEntries
+from .attention_gradient import attend_with_gradients as attend_with_gradients
 from .attention_weights import head_weights_from_logits as head_weights_from_logits
 from .attention_weights import softmax_with_sinks as softmax_with_sinks
 from .attention_weights import weights_from_logits as weights_from_logits

@@ -1,9 +1,10 @@
 """Gradients of a scratch pass: how much the last hidden states depend on each attention output.
 
-Attention kernels and caches carry no gradient. So the model reads the scratch prompt over a
-readable attention of the cached entries and of the prompt itself, and a number that is added to the
-output of each layer's attention, zero, is what the objective is derived by. The cache is only read;
-weights get no gradient. The activations of one prompt are held until its backward pass ends.
+Attention kernels and caches carry no gradient. So the model reads the scratch prompt over an
+attention of cached entries and of the prompt itself that gradients of the prompt pass through,
+and a number that is added to the output of each layer's attention, zero, is what the objective is
+derived by. The cache is only read; weights get no gradient. The activations of one prompt are held
+until its backward pass ends, without attention weights, which the backward pass computes again.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from larder.models.attention_backend import AttentionInputs, RenumberedAttention
 from larder.models.decoder import Decoder
 from larder.models.introspection import call_uncached, check_unchanged
 from larder.models.token_selection import decoder_layers
-from larder.ops.attention import cap_logits, sink_logits, sinks_by_group
-from larder.ops.attention_weights import softmax_with_sinks
+from larder.ops.attention import sink_logits, sinks_by_group
+from larder.ops.attention_gradient import EarlierEntries, attend_with_gradients
 from larder.policy.providers.base import GradientProvider
 from larder.prefill.eviction_pass import LayerInputs, rotate_to_cache_positions
 
@@ -143,15 +144,18 @@ def _attend_head(
 ) -> Float[Tensor, "R Q Dv"]:
     """Attention of the query heads of one kv head."""
     layer, entries = observation.layer, observation.entries
-    keys = torch.cat([entries.head_keys(head).float(), observation.keys[head].float()])
-    values = torch.cat([entries.head_values(head).float(), own_values.float()])
-    positions = torch.cat([entries.head_positions(head).long(), observation.query_positions])
-    queries = observation.queries[head * layer.group : (head + 1) * layer.group].float()
-    logits = cap_logits(queries @ keys.T * layer.scaling, layer.softcap)  # [R, Q, S]
     bias = entries.columns.get(LOG_COUNT)
-    if bias is not None:
-        logits = logits + torch.cat([bias[entries.rows(head)], bias.new_zeros(len(own_values))])
-    first = layer.first_visible(observation.query_positions)[:, None]
-    hidden = (positions > observation.query_positions[:, None]) | (positions < first)
-    sinks = sinks_by_group(sink_logits(layer, logits), layer.kv_heads)[head]
-    return softmax_with_sinks(logits.masked_fill(hidden, -torch.inf), sinks) @ values
+    keys = entries.head_keys(head)
+    earlier = EarlierEntries(
+        keys,
+        entries.head_values(head),
+        entries.head_positions(head).long(),
+        observation.query_positions,
+        layer.first_visible(observation.query_positions),
+        layer.scaling,
+        layer.softcap,
+        sinks_by_group(sink_logits(layer, keys), layer.kv_heads)[head],
+        None if bias is None else bias[entries.rows(head)],
+    )
+    queries = observation.queries[head * layer.group : (head + 1) * layer.group]
+    return attend_with_gradients(queries, observation.keys[head], own_values, earlier)
