@@ -7,8 +7,7 @@ was appended to it; if it is interrupted, no cache is lost.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,48 +17,6 @@ from larder.cache.sequence import SequenceCache
 from larder.cache.state_dict import layer_of
 from larder.core.spec import ModelSpec
 from larder.prefill.memory import full_precision_entries, recall_slot_entries
-
-
-@dataclass(frozen=True)
-class OffloadedCache:
-    """Cache offloaded to host memory, with its usage at that time."""
-
-    state: Mapping[str, Tensor]
-    meta: Mapping[str, str]
-    entries: int
-    next_position: int
-    full_precision_entries: int
-    fast_tier_bytes: int
-    slot_entries: int
-    layers: tuple[int, ...]
-
-    @cached_property
-    def nbytes(self) -> int:
-        return storage_bytes(self.state.values())
-
-    @property
-    def usage(self) -> CacheUsage:
-        return CacheUsage(
-            entries=self.entries,
-            nbytes=self.nbytes,
-            next_position=self.next_position,
-            full_precision_entries=self.full_precision_entries,
-            fast_tier_bytes=self.fast_tier_bytes,
-            slot_entries=self.slot_entries,
-            layers=self.layers,
-        )
-
-    def restore(self, spec: ModelSpec) -> SequenceCache:
-        """Move the cache to the device; this object is invalid afterwards."""
-        return SequenceCache.adopt(spec, self.state, self.meta)
-
-    def host_view(self, spec: ModelSpec) -> SequenceCache:
-        """Read-only view in host memory that shares the tensors."""
-        return SequenceCache.adopt(spec.on_host, dict(self.state), self.meta)
-
-    def copied(self, spec: ModelSpec) -> SequenceCache:
-        """Copy of the cache on the device, with tensors of its own."""
-        return SequenceCache.restore(spec, self.state, self.meta)
 
 
 @dataclass(frozen=True)
@@ -85,6 +42,40 @@ class CacheUsage:
     fast_tier_bytes: int
     slot_entries: int
     layers: tuple[int, ...]
+
+    @staticmethod
+    def of(cache: SequenceCache) -> CacheUsage:
+        """Usage of a cache on the device."""
+        return CacheUsage(
+            entries=cache.managed_entries,
+            nbytes=cache.nbytes,
+            next_position=cache.next_position,
+            full_precision_entries=full_precision_entries(cache),
+            fast_tier_bytes=_fast_tier_bytes(cache),
+            slot_entries=recall_slot_entries(cache),
+            layers=tuple(_fast_tier_bytes_by_layer(cache)),
+        )
+
+
+@dataclass(frozen=True)
+class OffloadedCache:
+    """Cache offloaded to host memory, with its usage at that time."""
+
+    state: Mapping[str, Tensor]
+    meta: Mapping[str, str]
+    usage: CacheUsage
+
+    def restore(self, spec: ModelSpec) -> SequenceCache:
+        """Move the cache to the device; this object is invalid afterwards."""
+        return SequenceCache.adopt(spec, self.state, self.meta)
+
+    def host_view(self, spec: ModelSpec) -> SequenceCache:
+        """Read-only view in host memory that shares the tensors."""
+        return SequenceCache.adopt(spec.on_host, dict(self.state), self.meta)
+
+    def copied(self, spec: ModelSpec) -> SequenceCache:
+        """Copy of the cache on the device, with tensors of its own."""
+        return SequenceCache.restore(spec, self.state, self.meta)
 
 
 class SessionCaches:
@@ -221,7 +212,9 @@ class SessionCaches:
     def offloaded_bytes(self) -> int:
         """Bytes of the offloaded caches."""
         return sum(
-            each.nbytes for number, each in self._offloaded.items() if number != self.active_number
+            each.usage.nbytes
+            for number, each in self._offloaded.items()
+            if number != self.active_number
         )
 
     def usage(self) -> tuple[CacheUsage, ...]:
@@ -229,23 +222,13 @@ class SessionCaches:
         usage = {number: each.usage for number, each in self._offloaded.items()}
         if self._active is not None:
             number, cache = self._active
-            usage[number] = CacheUsage(
-                entries=cache.managed_entries,
-                nbytes=cache.nbytes,
-                next_position=cache.next_position,
-                full_precision_entries=full_precision_entries(cache),
-                fast_tier_bytes=_fast_tier_bytes(cache),
-                slot_entries=recall_slot_entries(cache),
-                layers=tuple(_fast_tier_bytes_by_layer(cache)),
-            )
+            usage[number] = CacheUsage.of(cache)
         return tuple(usage[number] for number in sorted(usage))
 
 
 def offload(cache: SequenceCache) -> OffloadedCache:
     """Move a cache to host memory; the given object is empty afterwards."""
-    entries, finest = cache.managed_entries, full_precision_entries(cache)
-    next_position, slot_entries = cache.next_position, recall_slot_entries(cache)
-    layers, meta = _slot_bytes(cache), cache.meta()
+    usage, layers, meta = CacheUsage.of(cache), _slot_bytes(cache), cache.meta()
     state = cache.release_state(torch.device("cpu"))
     fast = sum(layers)
     for name, tensor in state.items():
@@ -256,16 +239,9 @@ def offload(cache: SequenceCache) -> OffloadedCache:
         fast += nbytes
         if layer is not None:
             layers[layer] += nbytes
-    return OffloadedCache(
-        state=state,
-        meta=meta,
-        entries=entries,
-        next_position=next_position,
-        full_precision_entries=finest,
-        fast_tier_bytes=fast,
-        slot_entries=slot_entries,
-        layers=tuple(layers),
-    )
+    held = storage_bytes(state.values())
+    usage = replace(usage, nbytes=held, fast_tier_bytes=fast, layers=tuple(layers))
+    return OffloadedCache(state, meta, usage)
 
 
 def _fast_tier_bytes(cache: SequenceCache) -> int:
