@@ -69,7 +69,6 @@ class Archive:
         limit_bytes: int = 256 << 20,
         sealing: Encryption = NoEncryption(),  # noqa: B008, without state
     ) -> None:
-        self._rows = ArchiveRows(sealing)
         if path is not None:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             make_private(path)
@@ -78,12 +77,13 @@ class Archive:
         self._base = sqlite3.connect(
             ":memory:" if path is None else path, timeout=30, check_same_thread=False
         )
+        self._rows = ArchiveRows(self._base, sealing)
         try:
             begin_log(self._base)
             check_version(self._base, path)
             self._base.executescript(TABLE)
             with self._base:
-                self._rows.check(self._base)
+                self._rows.check()
         except StoreError:
             self._base.close()
             raise
@@ -97,8 +97,8 @@ class Archive:
         Raises:
             Damaged: the document was altered.
         """
-        with self._using() as base:
-            return self._rows.get(base, tenant, kind, name)
+        with self._using():
+            return self._rows.get(tenant, kind, name)
 
     def put(
         self, tenant: str, kind: str, name: str, body: dict[str, Any], created: float | None = None
@@ -108,14 +108,14 @@ class Archive:
         Args:
             created: creation time in seconds since 1970; None for now.
         """
-        with self._using() as base:
-            self._rows.put(base, tenant, kind, name, body, created)
-            self._shrink(base, tenant)
+        with self._using():
+            self._rows.put(tenant, kind, name, body, created)
+            self._shrink(tenant)
 
     def remove(self, tenant: str, kind: str, name: str) -> bool:
         """Delete a document and its items; True if it existed."""
-        with self._using() as base:
-            return self._rows.remove(base, tenant, kind, name)
+        with self._using():
+            return self._rows.remove(tenant, kind, name)
 
     def items(self, tenant: str, conversation: str) -> tuple[ConversationItem, ...]:
         """Messages of a conversation in order.
@@ -123,8 +123,8 @@ class Archive:
         Raises:
             Damaged: messages were altered.
         """
-        with self._using() as base:
-            body = self._rows.items(base, tenant, conversation)
+        with self._using():
+            body = self._rows.items(tenant, conversation)
         return tuple(ConversationItem(name, ChatMessage(**turn)) for name, turn in body)
 
     def append(
@@ -146,16 +146,16 @@ class Archive:
             Damaged: earlier messages were altered.
         """
         body = [(item.id, {"role": item.turn.role, "text": item.turn.text}) for item in items]
-        with self._using() as base:
-            if expected not in (None, self._rows.count(base, tenant, conversation)):
+        with self._using():
+            if expected not in (None, self._rows.count(tenant, conversation)):
                 message = "The conversation changed while it was being answered: retry."
                 raise ApiError(message, 409, "conversation_changed", "conversation", 1.0)
-            self._rows.append(base, tenant, conversation, body, created)
+            self._rows.append(tenant, conversation, body, created)
 
     def remove_item(self, tenant: str, conversation: str, name: str) -> None:
         """Delete one message of a conversation, if it exists."""
-        with self._using() as base:
-            self._rows.remove_item(base, tenant, conversation, name)
+        with self._using():
+            self._rows.remove_item(tenant, conversation, name)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -163,8 +163,8 @@ class Archive:
 
         An exception, or the end of the process, inside the block rolls everything back.
         """
-        with self._using() as base:
-            base.execute("BEGIN IMMEDIATE")
+        with self._using():
+            self._base.execute("BEGIN IMMEDIATE")
             yield
 
     def close(self) -> None:
@@ -173,31 +173,32 @@ class Archive:
             self._base.close()
 
     @contextmanager
-    def _using(self) -> Iterator[sqlite3.Connection]:
+    def _using(self) -> Iterator[None]:
+        """Context of reads and writes: a transaction, unless `together` has opened one."""
         try:
             with self._lock:
                 if self._base.in_transaction:  # opened by `together`, which commits it
-                    yield self._base
+                    yield
                     return
                 with self._base:
-                    yield self._base
+                    yield
         except sqlite3.OperationalError as error:
             raise StoreFull(f"The archive of responses cannot be used ({error}).") from error
         except sqlite3.DatabaseError as error:
             raise Damaged(f"The archive is damaged ({error}): move it away.") from error
 
-    def _shrink(self, base: sqlite3.Connection, tenant: str) -> None:
+    def _shrink(self, tenant: str) -> None:
         where = "WHERE tenant = ? AND kind IN (?, ?)"
         parameters = self._rows.owner(tenant), *EVICTABLE_KINDS
-        (used_bytes,) = base.execute(
+        (used_bytes,) = self._base.execute(
             f"SELECT coalesce(sum(bytes), 0) FROM documents {where}", parameters
         ).fetchone()
         while used_bytes > self._limit_bytes:
-            row, size = base.execute(
+            row, size = self._base.execute(
                 f"SELECT rowid, bytes FROM documents {where} ORDER BY made, rowid LIMIT 1",
                 parameters,
             ).fetchone()
-            base.execute("DELETE FROM documents WHERE rowid = ?", (row,))
+            self._base.execute("DELETE FROM documents WHERE rowid = ?", (row,))
             used_bytes -= size
 
 

@@ -81,20 +81,21 @@ class ArchiveRows:
     """Reader and writer of archive rows, inside transactions of the caller.
 
     Args:
+        base: the archive.
         sealing: encryption of bodies and tags.
     """
 
-    def __init__(self, sealing: Encryption) -> None:
-        self._sealing = sealing
+    def __init__(self, base: sqlite3.Connection, sealing: Encryption) -> None:
+        self._base, self._sealing = base, sealing
 
-    def check(self, base: sqlite3.Connection) -> None:
+    def check(self) -> None:
         """Verify the key of an archive; an empty archive is initialized with it.
 
         Raises:
             StoreError: the archive has another key, or a key is missing or unexpected.
         """
         query = f"SELECT {_COLUMNS} FROM documents WHERE tenant = ? AND kind = ?"
-        row = base.execute(query, (CHECK_TENANT, KEY_CHECK)).fetchone()
+        row = self._base.execute(query, (CHECK_TENANT, KEY_CHECK)).fetchone()
         if row and not self._sealing.is_encrypted:
             raise StoreError("The archive of conversations is encrypted: give --key-file FILE.")
         if row:
@@ -106,69 +107,62 @@ class ArchiveRows:
                     "that it was created with."
                 ) from error
         elif self._sealing.is_encrypted:
-            if base.execute("SELECT 1 FROM documents LIMIT 1").fetchone():
+            if self._base.execute("SELECT 1 FROM documents LIMIT 1").fetchone():
                 raise StoreError(
                     "The archive of conversations was written without a key, or by an earlier "
                     "Larder that did not seal all of it, so its origin cannot be verified: "
                     "run 'larder cache seal --key-file FILE' to seal it as it is."
                 )
-            self._insert(base, CHECK_TENANT, KEY_CHECK, ("", "", VERSION, time.time()), "")
+            self._insert(CHECK_TENANT, KEY_CHECK, ("", "", VERSION, time.time()), "")
 
     def owner(self, tenant: str) -> str:
         """Tag of a tenant as stored in a row."""
         return self._sealing.tag(CHECK_TENANT, tenant) if tenant else CHECK_TENANT
 
-    def get(self, base: sqlite3.Connection, tenant: str, kind: str, name: str) -> Any | None:
+    def get(self, tenant: str, kind: str, name: str) -> Any | None:
         """Body of a document, or None.
 
         Raises:
             Damaged: the document was altered.
         """
-        row = self._row(base, tenant, kind, name)
+        row = self._row(tenant, kind, name)
         if kind == CONVERSATION:
-            contents = self._contents(base, tenant, name)
+            contents = self._contents(tenant, name)
             if contents and contents.document != (_digest(row) if row else ""):
                 raise _tampered(name)
         return None if row is None else self._decrypted(tenant, kind, row)[1]
 
     def put(
-        self,
-        base: sqlite3.Connection,
-        tenant: str,
-        kind: str,
-        name: str,
-        body: Any,
-        created: float | None = None,
+        self, tenant: str, kind: str, name: str, body: Any, created: float | None = None
     ) -> None:
         """Insert or replace a document."""
-        contents = self._contents(base, tenant, name) if kind == CONVERSATION else None
+        contents = self._contents(tenant, name) if kind == CONVERSATION else None
         columns = self._tag(tenant, name), "", 0, time.time() if created is None else float(created)
-        row = self._insert(base, tenant, kind, columns, name, body)
+        row = self._insert(tenant, kind, columns, name, body)
         if contents:
-            self._set_contents(base, tenant, name, replace(contents, document=_digest(row)))
+            self._set_contents(tenant, name, replace(contents, document=_digest(row)))
 
-    def items(self, base: sqlite3.Connection, tenant: str, parent: str) -> list[tuple[str, Any]]:
+    def items(self, tenant: str, parent: str) -> list[tuple[str, Any]]:
         """Ids and bodies of a conversation's messages in order.
 
         Raises:
             Damaged: a message was altered, removed or moved.
         """
-        rows = self._children(base, tenant, parent)
-        contents = self._contents(base, tenant, parent)
+        rows = self._children(tenant, parent)
+        contents = self._contents(tenant, parent)
         if contents and contents != _contents_of(rows, contents):
             raise _tampered(parent)
         decrypted = (self._decrypted(tenant, ITEM, row) for row in rows)
         return [(name or row[0], body) for row, (name, body) in zip(rows, decrypted, strict=True)]
 
-    def count(self, base: sqlite3.Connection, tenant: str, parent: str) -> int:
+    def count(self, tenant: str, parent: str) -> int:
         """Number of messages in a conversation."""
         columns = self.owner(tenant), ITEM, self._tag(tenant, parent)
         query = "SELECT count(*) FROM documents WHERE tenant = ? AND kind = ? AND parent = ?"
-        return base.execute(query, columns).fetchone()[0]
+        return self._base.execute(query, columns).fetchone()[0]
 
     def append(
         self,
-        base: sqlite3.Connection,
         tenant: str,
         parent: str,
         bodies: Sequence[tuple[str, Any]],
@@ -179,80 +173,75 @@ class ArchiveRows:
         Raises:
             Damaged: earlier messages are missing.
         """
-        contents = self._contents(base, tenant, parent)
-        if contents and contents.count != self.count(base, tenant, parent):
+        contents = self._contents(tenant, parent)
+        if contents and contents.count != self.count(tenant, parent):
             raise _tampered(parent)
         columns = self.owner(tenant), ITEM, self._tag(tenant, parent)
         query = "SELECT coalesce(max(place) + 1, 0) FROM documents "
         query += "WHERE tenant = ? AND kind = ? AND parent = ?"
-        (start,) = base.execute(query, columns).fetchone()
+        (start,) = self._base.execute(query, columns).fetchone()
         for place, (name, body) in enumerate(bodies, start):
             now = time.time() if created is None else float(created)
             where = self._tag(tenant, name), columns[2], place, now
-            row = self._insert(base, tenant, ITEM, where, name, body)
+            row = self._insert(tenant, ITEM, where, name, body)
             contents = contents and contents.plus(row)
         if contents:
-            self._set_contents(base, tenant, parent, contents)
+            self._set_contents(tenant, parent, contents)
 
-    def remove(self, base: sqlite3.Connection, tenant: str, kind: str, name: str) -> bool:
+    def remove(self, tenant: str, kind: str, name: str) -> bool:
         """Delete a document and its items; True if it existed."""
         owner, tag = self.owner(tenant), self._tag(tenant, name)
         for below in (ITEM, CONTENTS):
             query = "DELETE FROM documents WHERE tenant = ? AND kind = ? AND parent = ?"
-            base.execute(query, (owner, below, tag))
+            self._base.execute(query, (owner, below, tag))
         query = "DELETE FROM documents WHERE tenant = ? AND kind = ? AND id = ?"
-        return base.execute(query, (owner, kind, tag)).rowcount > 0
+        return self._base.execute(query, (owner, kind, tag)).rowcount > 0
 
-    def remove_item(self, base: sqlite3.Connection, tenant: str, parent: str, name: str) -> None:
+    def remove_item(self, tenant: str, parent: str, name: str) -> None:
         """Delete one message of a conversation, if it exists.
 
         Raises:
             Damaged: a message was altered, removed or moved.
         """
-        self.items(base, tenant, parent)  # verifies, so that no altered message is sealed again
+        self.items(tenant, parent)  # verifies, so that no altered message is sealed again
         columns = self.owner(tenant), ITEM, self._tag(tenant, parent), self._tag(tenant, name)
         query = "DELETE FROM documents WHERE tenant = ? AND kind = ? AND parent = ? AND id = ?"
-        base.execute(query, columns)
-        contents = self._contents(base, tenant, parent)
+        self._base.execute(query, columns)
+        contents = self._contents(tenant, parent)
         if contents:
-            rows = self._children(base, tenant, parent)
-            self._set_contents(base, tenant, parent, _contents_of(rows, contents))
+            rows = self._children(tenant, parent)
+            self._set_contents(tenant, parent, _contents_of(rows, contents))
 
-    def _row(self, base: sqlite3.Connection, tenant: str, kind: str, name: str) -> _Row | None:
-        return base.execute(
+    def _row(self, tenant: str, kind: str, name: str) -> _Row | None:
+        return self._base.execute(
             f"SELECT {_COLUMNS} FROM documents WHERE tenant = ? AND kind = ? AND id = ?",
             (self.owner(tenant), kind, self._tag(tenant, name)),
         ).fetchone()
 
-    def _children(self, base: sqlite3.Connection, tenant: str, parent: str) -> list[_Row]:
-        return base.execute(
+    def _children(self, tenant: str, parent: str) -> list[_Row]:
+        return self._base.execute(
             f"SELECT {_COLUMNS} FROM documents WHERE tenant = ? AND kind = ? AND parent = ? "
             "ORDER BY place",
             (self.owner(tenant), ITEM, self._tag(tenant, parent)),
         ).fetchall()
 
-    def _contents(
-        self, base: sqlite3.Connection, tenant: str, name: str
-    ) -> ConversationContents | None:
+    def _contents(self, tenant: str, name: str) -> ConversationContents | None:
         """Sealed contents of a conversation; None without encryption."""
         if not self._sealing.is_encrypted:
             return None
-        row = self._row(base, tenant, CONTENTS, name)
+        row = self._row(tenant, CONTENTS, name)
         return (
             ConversationContents()
             if row is None
             else ConversationContents(**self._decrypted(tenant, CONTENTS, row)[1])
         )
 
-    def _set_contents(
-        self, base: sqlite3.Connection, tenant: str, name: str, contents: ConversationContents
-    ) -> None:
+    def _set_contents(self, tenant: str, name: str, contents: ConversationContents) -> None:
         tag = self._tag(tenant, name)
-        self._insert(base, tenant, CONTENTS, (tag, tag, 0, 0.0), name, asdict(contents))
+        self._insert(tenant, CONTENTS, (tag, tag, 0, 0.0), name, asdict(contents))
 
     def _insert(
         self,
-        base: sqlite3.Connection,
         tenant: str,
         kind: str,
         columns: tuple[str, str, int, float],
@@ -263,7 +252,7 @@ class ArchiveRows:
         data = json.dumps(body).encode()
         encrypted = self._sealing.encrypt(tenant, data, _associated_data(kind, columns))
         row = (*columns, encrypted if self._sealing.is_encrypted else encrypted.decode())
-        base.execute(
+        self._base.execute(
             "INSERT OR REPLACE INTO documents VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
             (self.owner(tenant), kind, *columns, len(encrypted), row[-1]),
         )
