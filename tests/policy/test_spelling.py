@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, fields, replace
 from enum import Enum
+from importlib import import_module
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -13,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from larder import LarderError, Policy
-from larder.core import BadParameter, Family, SpellingError, UnknownName, spell
+from larder.core import BadParameter, Family, SpellingError, UnknownName, public_name, spell
+from larder.models import MEASUREMENTS
 from larder.policy import (
     REDUCTION_SLOTS,
     Drop,
@@ -29,6 +31,7 @@ from larder.policy import (
 )
 from larder.prefill import Whole
 from larder.session import FAMILIES, PRESETS, SLOTS, Single, check_narrowing, needs_scratch_prompts
+from larder.store import CODECS
 
 VALUES: dict[type, st.SearchStrategy[Any]] = {
     int: st.integers(-2, 5000),
@@ -312,6 +315,19 @@ def test_unregistered_part_is_spelled_by_its_class() -> None:
 def test_recent_tokens_out_of_range_are_refused(recent: float) -> None:
     with pytest.raises(BadParameter, match="fraction below 1"):
         Protect(recent=recent)
+
+
+@pytest.mark.parametrize(
+    ("family", "variants"),
+    [(CODECS, "larder.store.codecs"), (MEASUREMENTS, "larder.models.measurements")],
+)
+def test_variant_in_the_file_of_another_part_has_its_name(family: Family, variants: str) -> None:
+    names = import_module(variants).VARIANTS
+    for name, (file, part) in names.items():
+        assert name in family and name in family.names() and file in family.names()
+        loaded = family.load(name)
+        assert (loaded.__name__, public_name(loaded)) == (part, name)
+        assert public_name(family.load(file)) == file
 
 
 def test_third_party_name_is_unknown_without_its_package() -> None:

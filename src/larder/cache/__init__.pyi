@@ -4,15 +4,16 @@ from .chunk_entries import ChunkProfile as ChunkProfile
 from .coded_blocks import INDEX_BYTES as INDEX_BYTES
 from .coded_blocks import MOST_TIERS as MOST_TIERS
 from .coded_blocks import cached_call as cached_call
+from .entry_columns import latest_queries_bytes as latest_queries_bytes
 from .forms._shared_entries import LOWER as LOWER
 from .forms._shared_entries import UPPER as UPPER
 from .forms._shared_entries import slerp as slerp
 from .forms._transform_fit import tiers_of as tiers_of
 from .forms.base import AttentionState as AttentionState
 from .forms.base import CacheLayer as CacheLayer
-from .forms.blended import BlendedLayer as BlendedLayer
 from .forms.compact import CompactLayer as CompactLayer
 from .forms.corrected import CorrectedLayer as CorrectedLayer
+from .forms.dense import BlendedLayer as BlendedLayer
 from .forms.dense import DenseLayer as DenseLayer
 from .forms.gapless import GaplessLayer as GaplessLayer
 from .forms.graded import GradedLayer as GradedLayer
@@ -30,7 +31,6 @@ from .forms.transform import TransformLayer as TransformLayer
 from .forms.window import SlidingWindowLayer as SlidingWindowLayer
 from .kvtc import KvtcTables as KvtcTables
 from .kvtc import PrincipalSide as PrincipalSide
-from .latest_activations import latest_queries_bytes as latest_queries_bytes
 from .memory_usage import storage_bytes as storage_bytes
 from .merged_entries import merge_entries as merge_entries
 from .model_positions import ModelPositions as ModelPositions

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
+from larder.cache.entry_columns import LatestActivations
 from larder.cache.forms.base import CacheLayer
-from larder.cache.latest_activations import LatestActivations
 from larder.cache.memory_usage import MemoryUsage
 from larder.cache.model_positions import ModelPositions
 from larder.cache.new_tokens import NewTokens

@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from larder.cache.entry_columns import column_names
+from larder.cache.entry_columns import column_names, is_latest_queries
 from larder.cache.forms.base import CacheLayer
-from larder.cache.latest_activations import is_latest_queries
 from larder.cache.spec import CacheSpec, create_layer
 from larder.cache.validation import check_ledger
 from larder.core.errors import CacheError

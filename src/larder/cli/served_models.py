@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from larder.cli.serve import ServeOptions
     from larder.core.progress import ProgressStage
     from larder.models.loader import LoadedModel
-    from larder.server.engine_client import EngineClient
-    from larder.server.local_engine_client import LocalEngineClient
+    from larder.server.engine_client import EngineClient, LocalEngineClient
     from larder.server.model_router import ContextTransfer
     from larder.server.persistence.base import SessionLocks
     from larder.server.session_info import ServedModel
@@ -259,8 +258,8 @@ def _client(
     from larder.cli.store_options import streaming_of
     from larder.engine.runtime import engine_runtime
     from larder.engine.snapshots import ModelSnapshots
+    from larder.server.engine_client import LocalEngineClient
     from larder.server.engine_options import EngineOptions
-    from larder.server.local_engine_client import LocalEngineClient
     from larder.server.persistence.base import Durability
     from larder.server.persistence.store import StoreSessionPersistence
     from larder.server.request_queue import SchedulingPolicy

@@ -1,4 +1,7 @@
-"""Batch of a LarderCache: a sequence per row, also a beam, which calls of the body append to."""
+"""Batch of a LarderCache: a sequence per row, also a beam, which calls of the body append to.
+
+The body is called once over the packed tokens of all rows; its output is by row and column.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import copy
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,8 +18,8 @@ from torch import Tensor
 
 from larder.core.errors import BudgetError, CacheError, ModelError, UsageError
 from larder.interop.attachment import Attachment, HiddenCapture
-from larder.interop.packed_call import EmptyCall, PackedCall
 from larder.interop.sequence import EndTokens, GeneratedSequence, SequenceFactory, observer_of
+from larder.models.attention_backend import CONTEXT_KEYWORD, AttentionProbe
 from larder.models.body_call import BodyCall
 from larder.models.decoder import AppendCall
 from larder.models.in_memory import check_one_adapter
@@ -297,3 +301,61 @@ def _check_first_positions(call: BodyCall) -> None:
                 f"position_ids start with {list(positions[:4])}, but the tokens of a first text "
                 "are at 0, 1, 2, ...: leave position_ids out."
             )
+
+
+@dataclass(frozen=True)
+class PackedCall:
+    """Call of the body over the packed tokens of all rows.
+
+    Args:
+        states: last hidden states of the texts read before it, by row.
+        rows: rows with a segment in it.
+    """
+
+    call: BodyCall
+    states: list[Float[Tensor, "_ hidden"]]
+    rows: list[int]
+    append: AppendCall | EmptyCall
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of the body."""
+        return self.append.arguments
+
+    def hidden(self, packed: Float[Tensor, "1 N hidden"]) -> Float[Tensor, "B Q hidden"]:
+        """States by row and column, for the columns whose logits are asked for.
+
+        Zeros at padding, and in rows that have ended.
+        """
+        states = list(self.states)
+        for row, own in zip(self.rows, self.append.parts_of(packed), strict=True):
+            states[row] = torch.cat([states[row].to(own), own])
+        first = self.call.num_columns - (self.call.logits_to_keep or self.call.num_columns)
+        shape = len(states), self.call.num_columns - first, packed.shape[2]
+        out = packed.new_zeros(shape)
+        for row, own in enumerate(states):
+            columns = self.call.columns[row]
+            columns = [c - first for c in columns[len(columns) - len(own) :] if c >= first]
+            if columns and len(own):
+                out[row, columns] = own[len(own) - len(columns) :]
+        return out
+
+
+class EmptyCall:
+    """Call of the body whose output is not used, where all tokens were read before.
+
+    It takes one token, without attention, because models do not accept texts of no token.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        token = torch.zeros(1, 1, dtype=torch.long, device=device)
+        self.arguments: dict[str, Any] = {
+            "input_ids": token,
+            "position_ids": token,
+            "use_cache": False,
+            CONTEXT_KEYWORD: AttentionProbe(),
+        }
+
+    def parts_of(self, hidden: Float[Tensor, "1 N hidden"]) -> list[Tensor]:
+        """No states."""
+        return []

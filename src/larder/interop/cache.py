@@ -15,9 +15,8 @@ from larder.cache.sequence import SequenceCache
 from larder.core.arguments import checked_call
 from larder.core.errors import CacheError, ModelError, UsageError
 from larder.interop.attachment import AttachedCache, attached
-from larder.interop.batch import SequenceBatch
+from larder.interop.batch import PackedCall, SequenceBatch
 from larder.interop.dynamic_cache import check_dynamic_cache, dynamic_cache_of, filled_cache
-from larder.interop.packed_call import PackedCall
 from larder.interop.press_policy import chosen_policy
 from larder.interop.sequence import sequence_factory
 from larder.models.body_call import BodyCall

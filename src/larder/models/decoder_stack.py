@@ -5,6 +5,8 @@ While such a call runs, one module stands in the place of the model's layers and
 where they are. Nothing is copied, and outside such calls the model is as it was. The stack serves
 layers that it knows whole: classes of transformers, without adapters, hooks or replaced methods.
 Every other model, and every other call, runs the model's own layers.
+
+A snapshot of the modules, cheap enough for a decode step, tells whether any of them changed since.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain, repeat
+from operator import attrgetter, contains, is_, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +33,6 @@ from larder.models.activation_hooks import CaptureHook
 from larder.models.attention_backend import NAME, AttentionInputs, LayerAttention, attend
 from larder.models.forward_batch import ForwardBatch
 from larder.models.introspection import TOLERANCE, relative_difference
-from larder.models.module_snapshot import ModuleSnapshot
 from larder.ops.cpu import decoder_layer as cpu_layer
 from larder.ops.cpu.decoder_layer import few_rows_linear, is_supported, max_rows
 from larder.ops.decoder_layer import LayerSizes, LayerTensors
@@ -38,8 +41,9 @@ FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")  # prefixes of transformers' c
 ACTIVATIONS = ("SiLU", "SiLUActivation")
 CPU = torch.device("cpu")
 PROBED_POSITION = 7  # of the token on which the first layer is compared with the model's own
-
 Angles = tuple[Float[Tensor, "1 N D"], Float[Tensor, "1 N D"]]  # cosines and sines
+CHILDREN, PARAMETERS = itemgetter("_modules"), itemgetter("_parameters")
+HOOKS, DTYPE = itemgetter("_forward_hooks"), attrgetter("dtype")
 
 
 class LayerKernels(NamedTuple):
@@ -371,3 +375,64 @@ def _is_served_hook(hook: object) -> bool:
 
 def _pre_hooks(part: nn.Module) -> list[Any]:
     return list(vars(part)["_forward_pre_hooks"].values())
+
+
+class ModuleSnapshot:
+    """Modules with all of their parts: classes, children, parameters and addresses of these.
+
+    A layer has a dozen parts, so that they are compared without a line of Python for each.
+
+    Args:
+        modules: the modules.
+        dtype: of their parameters.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], dtype: torch.dtype) -> None:
+        self._parts = [part for module in modules for part in module.modules()]
+        self._kinds = list(map(type, self._parts))
+        self._dtype = dtype
+        self._children = _Members.of(self._parts, CHILDREN)
+        self._parameters = _Members.of(self._parts, PARAMETERS)
+        self._weights = [each for each in self._parameters.members if isinstance(each, Tensor)]
+        self._addresses = list(map(Tensor.data_ptr, self._weights))
+
+    @property
+    def is_current(self) -> bool:
+        """False once a part was replaced, hooked or overridden, or a parameter was.
+
+        New numbers in the memory of a parameter are no change. Hooks before a call do not count.
+        """
+        own = list(map(vars, self._parts))
+        weights = self._weights
+        return (
+            all(map(is_, map(type, self._parts), self._kinds))
+            and not any(map(HOOKS, own))
+            and not any(map(contains, own, repeat("forward")))
+            and self._children.are_same(_Members.of(self._parts, CHILDREN))
+            and self._parameters.are_same(_Members.of(self._parts, PARAMETERS))
+            and list(map(Tensor.data_ptr, weights)) == self._addresses
+            and all(map(is_, map(DTYPE, weights), repeat(self._dtype)))
+            and all(map(Tensor.is_contiguous, weights))
+        )
+
+    @property
+    def pre_hooks(self) -> list[Any]:
+        """Hooks before calls of the parts."""
+        held = map(itemgetter("_forward_pre_hooks"), map(vars, self._parts))
+        return [hook for hooks in held if hooks for hook in hooks.values()]
+
+
+class _Members(NamedTuple):
+    """Members of some parts in order, and how many each part has."""
+
+    counts: list[int]
+    members: list[Any]
+
+    @staticmethod
+    def of(parts: Sequence[nn.Module], kind: Callable[[Any], Any]) -> _Members:
+        held = list(map(kind, map(vars, parts)))
+        return _Members(list(map(len, held)), [*chain.from_iterable(map(dict.values, held))])
+
+    def are_same(self, other: _Members) -> bool:
+        """True for the same objects in the same parts."""
+        return self.counts == other.counts and all(map(is_, self.members, other.members))

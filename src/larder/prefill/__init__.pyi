@@ -24,6 +24,7 @@ from .layer_reuse import SenderChunks as SenderChunks
 from .memory import PeakMemoryMeter as PeakMemoryMeter
 from .reader import PrefillReader as PrefillReader
 from .reader import PrefillSequence as PrefillSequence
+from .reader import soft_entries as soft_entries
 from .reader import with_drafts as with_drafts
 from .schedules.anchored import Anchored as Anchored
 from .schedules.anchored import changes as changes
@@ -37,5 +38,4 @@ from .schedules.layerwise_narrowing import NarrowingShape as NarrowingShape
 from .schedules.parallel import Parallel as Parallel
 from .schedules.two_passes import selected_tokens as selected_tokens
 from .schedules.whole import Whole as Whole
-from .soft_entries import soft_entries as soft_entries
 from .turn_reader import TurnReader as TurnReader

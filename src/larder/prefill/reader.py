@@ -1,4 +1,7 @@
-"""Prefill reader: reads a block into caches and evicts, the step that all schedules share."""
+"""Prefill reader: reads a block into caches and evicts, the step that all schedules share.
+
+Learned tokens may be read behind a text before it is evicted from.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,16 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from larder.cache.sequence import SequenceCache
-from larder.core.errors import ScoreError
+from larder.core.errors import ScoreError, UsageError
 from larder.core.images import NO_IMAGES, ImageSpans
 from larder.core.observation import Prompts, ScratchPrompt
 from larder.core.spelling import spell
 from larder.core.types import AppendKind, Mode
 from larder.models.batch_segment import BatchSegment
 from larder.models.decoder import Decoder
-from larder.models.observers import Observer
+from larder.models.observers import LayerActivations, Observer
 from larder.policy.planner import Planner
-from larder.policy.providers.base import DraftProvider, select_providers
+from larder.policy.providers.base import DraftProvider, SoftEntryProvider, select_providers
 from larder.policy.scorers.base import Scorer
 from larder.prefill.eviction_pass import (
     EvictionPass,
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
 
 # Latest tokens that are read again where token providers (such as surprise) need a whole pass.
 REREAD_TOKENS = 32
+PLACEHOLDER = 0  # token whose embedding a learned vector replaces
 
 
 def _keep_in_place(cache: SequenceCache) -> None:
@@ -249,7 +253,9 @@ class PrefillReader:
             scratch_tokens = sum(scratch.tokens for scratch in drafted)
             inputs = self._gradients(caches, drafted)
             if phase is ScoringPhase.DECIDE and self.planner.soft_entry_providers:
-                inputs = joined_inputs(inputs, self._soft_entries(caches))
+                inputs = joined_inputs(
+                    inputs, soft_entries(self.decoder, caches, self.planner.soft_entry_providers)
+                )
             eviction.begin_pass(drafted, [phase] * len(drafted), scratch_tokens, inputs)
             pairs = zip(caches, drafted, strict=True)
             segments = [BatchSegment(cache, each.ids, shift=each.shift) for cache, each in pairs]
@@ -273,12 +279,6 @@ class PrefillReader:
 
         pairs = zip(caches, prompts, strict=True)
         return [gradient_inputs(self.decoder, *pair, providers) for pair in pairs]
-
-    def _soft_entries(self, caches: Sequence[SequenceCache]) -> list[LayerInputs]:
-        """Entries of learned tokens behind each cache."""
-        from larder.prefill.soft_entries import soft_entries  # few policies have learned tokens
-
-        return soft_entries(self.decoder, caches, self.planner.soft_entry_providers)
 
     def finish(self, sequence: PrefillSequence, waiting: Sequence[PrefillSequence] = ()) -> None:
         """Finish a sequence: free the slack of its cache and pass the cache on.
@@ -408,3 +408,36 @@ def with_drafts(
         pairs = zip(prompts, longer, strict=True)
         prompts = [replace(each, ids=ids, drafts=each.drafts - 1) for each, ids in pairs]
     return list(prompts)
+
+
+def soft_entries(
+    decoder: Decoder, caches: Sequence[SequenceCache], providers: Mapping[str, SoftEntryProvider]
+) -> list[LayerInputs]:
+    """Keys and values of each provider's tokens behind each cache, by layer and name; no cache
+    changes.
+
+    Raises:
+        UsageError: the model has recurrent layers, whose state is that behind the text.
+        ModelError: there are no weights for this model, or they do not fit it.
+    """
+    if decoder.spec.recurrent:
+        raise UsageError(
+            "The model has recurrent layers, which read no learned tokens at positions before the "
+            "end of a text: choose a policy without restorekv()."
+        )
+    found: list[dict[int, dict[str, Tensor]]] = [{} for _ in caches]
+    for name, provider in providers.items():
+
+        def record(row: int, layer: int, recorded: LayerActivations, name: str = name) -> None:
+            own = {"keys": recorded.keys.clone(), "values": recorded.values.clone()}
+            named = {f"{name}.{side}": tensor for side, tensor in own.items()}
+            found[row].setdefault(layer, {}).update(named)
+
+        tokens = (PLACEHOLDER,) * provider.tokens
+        rows = [
+            BatchSegment(cache, tokens, shift=-min(len(tokens), cache.next_position))
+            for cache in caches
+        ]
+        with decoder.soft_prompts.soft_pass(name, provider):
+            decoder.read(rows, Mode.SCRATCH, record)
+    return [*found]

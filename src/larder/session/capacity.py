@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from larder.cache.latest_activations import latest_queries_bytes
+from larder.cache.entry_columns import latest_queries_bytes
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import BudgetError, UsageError
 from larder.core.family import public_name

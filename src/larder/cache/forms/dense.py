@@ -402,4 +402,15 @@ def _head_starts(heads: int, capacity: int) -> Int64[Tensor, " K"]:
     return torch.arange(heads, device="cpu") * capacity
 
 
+class BlendedLayer(DenseLayer):
+    """Dense storage of entries that were put together from texts read apart.
+
+    They are what CacheBlend (Yao et al., arXiv:2405.16444) makes of cached chunks: an approximation
+    of the entries that the whole text would have. The form has a name of its own so that no such
+    cache is ever shared as the exact cache of a prefix, also after it was saved and restored.
+    """
+
+    has_public_name = False
+
+
 Part = DenseLayer

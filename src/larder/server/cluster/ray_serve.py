@@ -12,7 +12,7 @@ from typing import Any
 
 from larder.core.errors import ModelError, UsageError
 from larder.core.ray_cluster import cpu_counts
-from larder.server.cluster.relay import Frame, Replica, ReplicaLost, ReplicaSet
+from larder.server.cluster.client import Frame, Replica, ReplicaLost, ReplicaSet
 from larder.server.engine_client import EngineClient
 from larder.server.request import Request
 
