@@ -498,14 +498,3 @@ def test_one_step_size_fills_the_byte_budget_of_all_layers(
     held = sum(store.nbytes for store in stores) - fixed
     allowed = 2 * int(share / 2 * full)
     assert 0.9 * allowed <= held <= allowed  # blocks of 4 entries
-
-
-def test_inverse_of_wide_heads_on_two_threads() -> None:
-    tables = some_tables(replace(a_layer(1, 1), head_dim=200))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        products = tables.forward @ tables.inverse
-    finally:
-        torch.set_num_threads(threads)
-    assert_close(products, torch.eye(200).expand_as(products))

@@ -86,3 +86,14 @@ def test_rotated_keys_are_transformed_without_unrotation(
     own = after.components(0, turned_back, values, positions)
     assert torch.allclose(own, before.components(0, keys, values, positions), atol=1e-4)
     assert torch.allclose(after.keys(0, own.chunk(2, 1)[0], positions), turned_back, atol=1e-4)
+
+
+def test_inverse_of_wide_heads_on_two_threads() -> None:
+    tables = some_tables(replace(a_layer(1, 1), head_dim=200))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        products = tables.forward @ tables.inverse
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.allclose(products, torch.eye(200).expand_as(products), atol=1e-4)
