@@ -26,6 +26,7 @@ from larder.cache.predictive import SIDES, Inputs, LinearPrediction
 from larder.cache.table_file import read_trained, tables_path, tensors_digest
 from larder.core.errors import CacheError, MissingWeights
 from larder.core.spec import LayerSpec
+from larder.core.types import TensorShapes
 from larder.ops.vector_quantization import VectorCodes, VectorQuantizer
 
 TIER_KEYS = ("residual.keys", "residual.key_scales", "residual.values", "residual.value_scales")
@@ -68,7 +69,7 @@ class AquaPredictions:
         return AquaPredictions(*sides)
 
     @staticmethod
-    def shapes(layer: LayerSpec, below: int) -> dict[str, tuple[int, ...]]:
+    def shapes(layer: LayerSpec, below: int) -> TensorShapes:
         """Shape of each tensor of a layer.
 
         Args:

@@ -22,7 +22,7 @@ from larder.core.codec import Codec, ResidualSpec, TransformSpec
 from larder.core.errors import BudgetError, CacheError, MissingWeights
 from larder.core.observation import Entries
 from larder.core.part import Ledger
-from larder.core.plan import Plan, StepRule
+from larder.core.plan import LayerPlans, Plan, StepRule
 from larder.core.recall import OffloadSpec
 from larder.core.spec import LayerPairing, LayerSpec, ModelSpec, RecomputeSpec
 from larder.core.types import Mode, Positions, Queries
@@ -156,7 +156,7 @@ class SequenceCache:
         self.next_position += tokens
         self.recurrent = recurrent
 
-    def fit_plans(self, plans: Mapping[int, Plan]) -> dict[int, Plan]:
+    def fit_plans(self, plans: Mapping[int, Plan]) -> LayerPlans:
         """Plans with what must be found for their layers together; nothing changes."""
         spanning = [layer for layer in plans if self._layers[layer].spans_layers]
         if not spanning:

@@ -166,10 +166,7 @@ def _open_store(
 
 @contextmanager
 def _local_engine_client(
-    options: ServeOptions,
-    store: Store,
-    locks: SessionLocks,
-    stage: ProgressStage = progress_bar,
+    options: ServeOptions, store: Store, locks: SessionLocks, stage: ProgressStage = progress_bar
 ) -> Iterator[EngineClient]:
     from larder.cli.served_models import model_clients
     from larder.server.persistence.sweeper import StoreSweeper

@@ -357,6 +357,9 @@ class LayerScores:
         )
 
 
+ScoredLayers = Mapping[int, LayerScores]  # by index of the layer
+
+
 @dataclass(frozen=True)
 class ScratchPrompt:
     """Token sequence of a scratch pass: read behind the cache for its queries, then discarded.

@@ -123,6 +123,10 @@ class Plan:
         return Plan(kept, tuple(counts.tolist()))  # pyright: ignore
 
 
+LayerPlans = dict[int, Plan]  # by index of the layer
+LayerQuotas = Mapping[int, int]  # entries per kv head, by index of the layer
+
+
 @dataclass(frozen=True)
 class StepMerging:
     """Merging of rejected entries into the nearest kept one, above a moving threshold.

@@ -11,6 +11,7 @@ those of kv head 1, and so on; `lengths` has the number of entries of each head.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
 from functools import cache
 
@@ -18,12 +19,17 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+TokenIds = tuple[int, ...]
 Queries = Float[Tensor, "H Q D"]
 Keys = Float[Tensor, "K Q D"]
 Values = Float[Tensor, "K Q D"]
 Packed = Float[Tensor, " T"]
 PackedMask = Bool[Tensor, " T"]
 Positions = Int[Tensor, " Q"]
+HiddenStates = Float[Tensor, "Q hidden"]
+WeightChunk = Float[Tensor, "R c S"]  # attention of c queries of each head of a group
+NamedTensors = Mapping[str, Tensor]
+TensorShapes = Mapping[str, tuple[int, ...]]  # by name of the tensor
 
 
 class Mode(Enum):

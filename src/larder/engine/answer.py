@@ -12,6 +12,7 @@ from larder.cache.sequence import SequenceCache
 from larder.core.arguments import check_type
 from larder.core.errors import InputError
 from larder.core.progress import Progress, no_progress
+from larder.core.types import TokenIds
 from larder.engine.detokenizer import IncrementalDetokenizer, discard_text
 from larder.engine.generate import StepTokens, StoppingCriteria, generate, one_per_step
 from larder.engine.sampler import SamplingParams
@@ -199,7 +200,7 @@ class AnswerGenerator:
     def generate(
         self,
         turn: TurnReader,
-        message: tuple[int, ...],
+        message: TokenIds,
         options: AnswerOptions,
         step_tokens: StepTokens = one_per_step,
     ) -> GeneratedText:
@@ -324,7 +325,7 @@ def _counter_increase(now: tuple[int, int], before: tuple[int, int]) -> tuple[in
     return max(now[0] - before[0], 0), max(now[1] - before[1], 0)
 
 
-def check_prompt_fits(prompt: tuple[int, ...], tokens: int) -> None:
+def check_prompt_fits(prompt: TokenIds, tokens: int) -> None:
     """Raise InputError if a question takes more tokens than the budget holds."""
     if len(prompt) > tokens:
         raise InputError(

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import BudgetError, InputError
-from larder.core.types import AppendKind, Mode
+from larder.core.types import AppendKind, Mode, TokenIds
 from larder.engine.detokenizer import IncrementalDetokenizer, discard_text
 from larder.engine.generate import GenerationBatch, StoppingCriteria
 from larder.engine.sampler import SamplingParams
@@ -277,7 +277,7 @@ class BatchRunner:
             self._charges.add(cache, length, block)
         return cache
 
-    def _read(self, cache: SequenceCache, ids: tuple[int, ...]) -> None:
+    def _read(self, cache: SequenceCache, ids: TokenIds) -> None:
         """Read what a cache lacks of some tokens."""
         for start in range(cache.next_position, len(ids), BLOCK_TOKENS):
             block = ids[start : min(start + BLOCK_TOKENS, len(ids))]

@@ -9,6 +9,7 @@ from larder.core.arguments import check_count, check_type, checked_call, require
 from larder.core.conversation import Conversation
 from larder.core.errors import InputError, UsageError
 from larder.core.progress import Progress, no_progress
+from larder.core.types import TokenIds
 from larder.engine.answer import Answer, AnswerOptions, check_prompt_fits
 from larder.engine.detokenizer import discard_text
 from larder.engine.engine import Engine
@@ -345,7 +346,7 @@ class Chat:
         self._write_backs += former is not None and former != turn.number
         return turn
 
-    def _read_rest(self, turn: ActiveTurn, ids: tuple[int, ...], num_generated: int) -> None:
+    def _read_rest(self, turn: ActiveTurn, ids: TokenIds, num_generated: int) -> None:
         """Read the ids that decoding left unread: the last of the answer, the end of the turn."""
         unread = ids[turn.cache.next_position - turn.start_position :]
         run_steps(turn.reader.closing_steps(unread, num_generated))

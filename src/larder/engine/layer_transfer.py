@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from larder.core.errors import LarderError, ModelError, UsageError
 from larder.core.spec import ModelSpec
+from larder.core.types import TokenIds
 from larder.engine.snapshots import identity_of_model
 from larder.models.layer_reuse import LayerRange
 from larder.models.loader import LoadedModel
@@ -126,9 +127,7 @@ class StoredStates:
     principal: str
     identity: ModelIdentity
 
-    def find(
-        self, spec: ModelSpec, prefix: tuple[int, ...], ids: tuple[int, ...]
-    ) -> ChunkStates | None:
+    def find(self, spec: ModelSpec, prefix: TokenIds, ids: TokenIds) -> ChunkStates | None:
         """States of a text behind a prefix, on the device of `spec`; None if they cannot be read,
         which the store counts."""
         try:
@@ -141,7 +140,7 @@ class StoredStates:
         states = {int(layer): own.clone() for layer, own in tensors.items()}
         return ChunkStates(states).to(spec.device)
 
-    def add(self, prefix: tuple[int, ...], ids: tuple[int, ...], states: ChunkStates) -> None:
+    def add(self, prefix: TokenIds, ids: TokenIds, states: ChunkStates) -> None:
         """Store the states of a text, and the model among those that share; what cannot be written
         is counted by the store."""
         tensors = {str(layer): own for layer, own in states.to("cpu").by_layer.items()}
@@ -152,7 +151,7 @@ class StoredStates:
         except LarderError as error:
             self.store.parts.unwritten.note_error(error)
 
-    def _add_sender(self, ids: tuple[int, ...], layers: tuple[int, ...]) -> None:
+    def _add_sender(self, ids: TokenIds, layers: tuple[int, ...]) -> None:
         """List the model as the newest of its name that shares; no write where it is already."""
         senders = stored_senders(self.store, self.principal, self.identity.model)
         own = StoredSender(self.identity, layers)
@@ -166,7 +165,7 @@ class StoredStates:
         name, listed = _sender_name(self.identity.model), canonical_json(record).encode()
         self.store.sessions.save(self.principal, name, ids, transcript=listed)
 
-    def _name(self, prefix: tuple[int, ...], ids: tuple[int, ...]) -> str:
+    def _name(self, prefix: TokenIds, ids: TokenIds) -> str:
         """Name of the session of a text."""
         return f"{STATES} {key_of(STATES, self.identity.key, repr((prefix, ids)))[:NAME_DIGITS]}"
 

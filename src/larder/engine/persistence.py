@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from larder.core.types import TokenIds
 from larder.session.chat_state import ChatState
 from larder.session.memory import ConversationMemory
 from larder.session.policy import Policy
@@ -112,7 +113,7 @@ class ChatPersistence(ABC):
         del name, runtime, policy, log
         return ResumeResult(None, NOT_SAVED)
 
-    def share_states(self, policy: Policy, ids: tuple[int, ...]) -> AbstractContextManager[object]:
+    def share_states(self, policy: Policy, ids: TokenIds) -> AbstractContextManager[object]:
         """Context in which a text is read whose hidden states are saved for other models; by
         default nothing is.
 

@@ -19,6 +19,7 @@ from larder.core.conversation import Conversation, PromptLayout
 from larder.core.errors import LarderError, UsageError
 from larder.core.home import LOCAL_PRINCIPAL
 from larder.core.spec import ModelSpec
+from larder.core.types import TokenIds
 from larder.engine.engine import Engine
 from larder.engine.layer_transfer import LayerTransfer, StoredSender, StoredStates, stored_sender
 from larder.engine.persistence import NOT_SAVED, ChatPersistence, ResumeResult
@@ -114,7 +115,7 @@ class StorePersistence(ChatPersistence):
         seconds = time.perf_counter() - started
         return ResumeResult(state, session.reason, tokens, seconds, former, is_outdated)
 
-    def _read_rest(self, cache: SequenceCache, ids: tuple[int, ...]) -> SequenceCache:
+    def _read_rest(self, cache: SequenceCache, ids: TokenIds) -> SequenceCache:
         """Have the model read what was not loaded of a cache."""
         started, rest = time.perf_counter(), ids[cache.next_position :]
         if not rest:
@@ -186,7 +187,7 @@ class StorePersistence(ChatPersistence):
         return ResumeResult(state, "", len(ids), seconds, sender=computed)
 
     @contextmanager
-    def share_states(self, policy: Policy, ids: tuple[int, ...]) -> Iterator[None]:
+    def share_states(self, policy: Policy, ids: TokenIds) -> Iterator[None]:
         if not self._layers.state_layers:
             yield
             return
@@ -207,7 +208,7 @@ class StorePersistence(ChatPersistence):
     def _states(self, identity: ModelIdentity) -> StoredStates:
         return StoredStates(self._store, self._principal, identity)
 
-    def _lacks_states(self, ids: tuple[int, ...]) -> bool:
+    def _lacks_states(self, ids: TokenIds) -> bool:
         """True if a text is to be shared, but not all of its hidden states are saved."""
         wanted = set(self._layers.state_layers)
         if not wanted:
@@ -313,19 +314,13 @@ class StoreChunks(ChunkSource):
     def state_layers(self) -> tuple[int, ...]:
         return self._state_layers
 
-    def states(
-        self, spec: ModelSpec, prefix: tuple[int, ...], ids: tuple[int, ...]
-    ) -> ChunkStates | None:
+    def states(self, spec: ModelSpec, prefix: TokenIds, ids: TokenIds) -> ChunkStates | None:
         return self._states.find(spec, prefix, ids)
 
-    def add_states(
-        self, prefix: tuple[int, ...], ids: tuple[int, ...], states: ChunkStates
-    ) -> None:
+    def add_states(self, prefix: TokenIds, ids: TokenIds, states: ChunkStates) -> None:
         self._states.add(prefix, ids, states)
 
-    def find(
-        self, spec: ModelSpec, prefix: tuple[int, ...], ids: tuple[int, ...]
-    ) -> ChunkEntries | None:
+    def find(self, spec: ModelSpec, prefix: TokenIds, ids: TokenIds) -> ChunkEntries | None:
         text = prefix + ids
         cache = self._store.prefixes.match_prefix(
             self._principal, (*text, NO_TOKEN), self._identity, spec
@@ -334,28 +329,24 @@ class StoreChunks(ChunkSource):
             return None
         return ChunkEntries.of(cache, len(prefix), len(text))
 
-    def add(self, prefix: tuple[int, ...], ids: tuple[int, ...], cache: SequenceCache) -> None:
+    def add(self, prefix: TokenIds, ids: TokenIds, cache: SequenceCache) -> None:
         try:
             self._store.prefixes.save_text(self._principal, prefix + ids, cache, self._identity)
         except LarderError as error:
             self._store.parts.unwritten.note_error(error)
 
-    def variants(
-        self, spec: ModelSpec, prefix: tuple[int, ...], ids: tuple[int, ...]
-    ) -> list[ChunkVariant]:
+    def variants(self, spec: ModelSpec, prefix: TokenIds, ids: TokenIds) -> list[ChunkVariant]:
         return self._variants.variants(spec, prefix, ids)
 
-    def add_variant(
-        self, prefix: tuple[int, ...], ids: tuple[int, ...], variant: ChunkVariant
-    ) -> None:
+    def add_variant(self, prefix: TokenIds, ids: TokenIds, variant: ChunkVariant) -> None:
         self._variants.add_variant(self._spec, prefix, ids, variant)
 
-    def anchors(self, spec: ModelSpec, prefix: tuple[int, ...], index: int) -> list[ChunkAnchor]:
+    def anchors(self, spec: ModelSpec, prefix: TokenIds, index: int) -> list[ChunkAnchor]:
         changes = self._variants.changes(spec, prefix, index)
         return anchors_of(
             changes, [self.find(spec.on_host, prefix, change.ids) for change in changes]
         )
 
-    def add_anchor(self, prefix: tuple[int, ...], index: int, anchor: ChunkAnchor) -> None:
+    def add_anchor(self, prefix: TokenIds, index: int, anchor: ChunkAnchor) -> None:
         change = ChunkChange(anchor.ids, anchor.change)
         self._variants.add_change(self._spec, prefix, index, change)

@@ -19,6 +19,7 @@ from larder.cache.chunk_entries import ChunkEntries, ChunkProfile
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import InputError, LarderError
 from larder.core.spec import ModelSpec
+from larder.core.types import TokenIds
 from larder.prefill.contexts import ChunkChange, ChunkKey, ChunkVariant, anchor_key, variant_key
 from larder.store.digests import canonical_json, key_of
 from larder.store.model_identity import ModelIdentity
@@ -44,9 +45,7 @@ class StoredVariants:
     principal: str
     identity: ModelIdentity
 
-    def variants(
-        self, spec: ModelSpec, prefix: tuple[int, ...], ids: tuple[int, ...]
-    ) -> list[ChunkVariant]:
+    def variants(self, spec: ModelSpec, prefix: TokenIds, ids: TokenIds) -> list[ChunkVariant]:
         """Variants of a chunk behind a prefix, the oldest first."""
         found = list[ChunkVariant]()
         for caches, fields in self._items(spec, variant_key(prefix, ids)):
@@ -55,14 +54,14 @@ class StoredVariants:
         return found
 
     def add_variant(
-        self, spec: ModelSpec, prefix: tuple[int, ...], ids: tuple[int, ...], variant: ChunkVariant
+        self, spec: ModelSpec, prefix: TokenIds, ids: TokenIds, variant: ChunkVariant
     ) -> None:
         """Store a variant; what cannot be written is counted by the store."""
         fields = {"profile": asdict(variant.profile)}
         key = variant_key(prefix, ids, variant.profile.before)
         self._add(spec, variant_key(prefix, ids), key, ids, [variant.entries], fields)
 
-    def changes(self, spec: ModelSpec, prefix: tuple[int, ...], index: int) -> list[ChunkChange]:
+    def changes(self, spec: ModelSpec, prefix: TokenIds, index: int) -> list[ChunkChange]:
         """Changes of anchors at an index behind a prefix, the oldest first."""
         found = list[ChunkChange]()
         for caches, fields in self._items(spec, anchor_key(prefix, index)):
@@ -71,7 +70,7 @@ class StoredVariants:
         return found
 
     def add_change(
-        self, spec: ModelSpec, prefix: tuple[int, ...], index: int, change: ChunkChange
+        self, spec: ModelSpec, prefix: TokenIds, index: int, change: ChunkChange
     ) -> None:
         """Store the change of an anchor; what cannot be written is counted by the store."""
         key, sides = anchor_key(prefix, index, (change.ids,)), [change.entries]
@@ -106,7 +105,7 @@ class StoredVariants:
         spec: ModelSpec,
         listed: ChunkKey,
         key: ChunkKey,
-        ids: tuple[int, ...],
+        ids: TokenIds,
         sides: Sequence[ChunkEntries],
         fields: dict[str, Any],
     ) -> None:

@@ -17,6 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.core.errors import BudgetError, CacheError, ModelError, UsageError
+from larder.core.types import TokenIds
 from larder.interop.attachment import Attachment, HiddenCapture
 from larder.interop.sequence import EndTokens, GeneratedSequence, SequenceFactory, observer_of
 from larder.models.attention_backend import CONTEXT_KEYWORD, AttentionProbe
@@ -209,7 +210,7 @@ class SequenceBatch:
         return states
 
     def _read(
-        self, number: int, sequence: GeneratedSequence, text: tuple[int, ...], call: BodyCall
+        self, number: int, sequence: GeneratedSequence, text: TokenIds, call: BodyCall
     ) -> Float[Tensor, "_ hidden"]:
         """Read the text of a row; the states of its last tokens."""
         if not text:
@@ -258,7 +259,7 @@ class SequenceBatch:
         with self.attachment.decoder.append_call(segments, observer) as append:
             yield rows, append
 
-    def _continued_rows(self, ids: Sequence[tuple[int, ...]], end: EndTokens) -> list[int]:
+    def _continued_rows(self, ids: Sequence[TokenIds], end: EndTokens) -> list[int]:
         """Rows with tokens to append: all that have any, but for padding behind their end.
 
         generate() stops once all rows have ended, so that the tokens of such rows are no padding:

@@ -23,8 +23,8 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
 from larder.core.errors import ScoreError, UsageError
-from larder.core.observation import Calibration, LayerScores, Observation
-from larder.core.plan import Plan
+from larder.core.observation import Calibration, Observation, ScoredLayers
+from larder.core.plan import LayerPlans, LayerQuotas, Plan
 from larder.core.types import Packed
 from larder.interop.attachment import Attachment
 from larder.models.decoder import Decoder
@@ -255,9 +255,7 @@ class PressBudget(Budget):
         """No entries without a plan: the press is asked about every prompt."""
         return (0,) * layers
 
-    def choose(
-        self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
-    ) -> dict[int, Plan]:
+    def choose(self, ready: ScoredLayers, quotas: LayerQuotas) -> LayerPlans:
         return {
             index: Plan.from_mask(scored.scores > 0, scored.lengths)
             for index, scored in ready.items()

@@ -16,6 +16,7 @@ from larder.cache.sequence import SequenceCache
 from larder.core.errors import CacheError, UsageError
 from larder.core.images import NO_IMAGES, ImageSpans
 from larder.core.observation import Calibration, Prompts
+from larder.core.types import TokenIds
 from larder.engine.progress_bar import progress_or_bar
 from larder.interop.dynamic_cache import FORMS
 from larder.models.batch_segment import BatchSegment
@@ -166,7 +167,7 @@ class GeneratedSequence:
         cache = self.cache
         cache.model_positions = cache.model_positions.extended(cache.next_position, positions)
 
-    def read(self, ids: tuple[int, ...], images: ImageSpans = NO_IMAGES) -> None:
+    def read(self, ids: TokenIds, images: ImageSpans = NO_IMAGES) -> None:
         """Read a text behind the cache, and bring the cache within its budget.
 
         Args:
@@ -191,7 +192,7 @@ class GeneratedSequence:
         self._eviction = decode_planner(self._runtime, self.policy, [cache])
         self._num_generated, self._num_reserved, self.has_ended = 0, 0, False
 
-    def check_embeddings(self, ids: tuple[int, ...]) -> None:
+    def check_embeddings(self, ids: TokenIds) -> None:
         """Check that the policy can read a text of embeddings whose ids are not known.
 
         Raises:
@@ -206,7 +207,7 @@ class GeneratedSequence:
                 "alone: give input_ids, or a policy that scores by attention, keys or values."
             )
 
-    def check_images(self, ids: tuple[int, ...], images: ImageSpans) -> None:
+    def check_images(self, ids: TokenIds, images: ImageSpans) -> None:
         """Check that the policy can read a text with images, whose tokens ids do not tell.
 
         Raises:
@@ -214,7 +215,7 @@ class GeneratedSequence:
         """
         check_images(self.policy, ids, images, self.cache.next_position, self._prompts)
 
-    def step(self, ids: tuple[int, ...]) -> tuple[BatchSegment, Observer | None]:
+    def step(self, ids: TokenIds) -> tuple[BatchSegment, Observer | None]:
         """Segment of generated tokens, and the observer of their forward batch."""
         segment = BatchSegment(self.cache, ids)
         self._num_generated += len(ids)
@@ -335,7 +336,7 @@ class EndTokens:
         stops = frozenset(named if isinstance(named, list) else [named]) - {None}
         return EndTokens(stops, (stops | {padding}) - {None})
 
-    def is_padding(self, sequence: GeneratedSequence, ids: tuple[int, ...]) -> bool:
+    def is_padding(self, sequence: GeneratedSequence, ids: TokenIds) -> bool:
         """True for padding behind the end of a row."""
         return sequence.has_ended and len(ids) == 1 and ids[0] in self.padding
 

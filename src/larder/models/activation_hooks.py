@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from larder.core.types import HiddenStates
 from larder.models.attention_backend import CONTEXT_KEYWORD
 from larder.models.batch_segment import BatchSegment
 from larder.models.forward_batch import ForwardBatch
@@ -56,9 +57,7 @@ class CaptureHook:
         states = args[0] if args else named["hidden_states"]
         self.capture(module, states[0], named.get(CONTEXT_KEYWORD))
 
-    def capture(
-        self, attention: nn.Module, states: Float[Tensor, "Q hidden"], batch: object
-    ) -> None:
+    def capture(self, attention: nn.Module, states: HiddenStates, batch: object) -> None:
         """Capture from the input of a layer's attention, if it is a call of the batch."""
         if batch is self._batch:
             self._batch.captured = {
@@ -89,10 +88,7 @@ def capture_activations(
 
 
 def _captured(
-    provider: ActivationProvider,
-    module: nn.Module,
-    states: Float[Tensor, "Q hidden"],
-    widths: Sequence[int],
+    provider: ActivationProvider, module: nn.Module, states: HiddenStates, widths: Sequence[int]
 ) -> Float[Tensor, "Q *rest"]:
     """Rows of all tokens, made of each sequence alone where the provider reads the pass."""
     if not provider.reads_pass:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -384,12 +383,7 @@ class AttentionPerCall:
             self._configs.install()
         self._depth += 1
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._depth -= 1
         if not self._depth:
             self._configs.restore()

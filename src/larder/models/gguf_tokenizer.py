@@ -49,11 +49,7 @@ def save_tokenizer(path: Path, header: GGUFHeader, folder: Path, scratch: Path) 
 
 
 def _save_directly(
-    header: GGUFHeader,
-    vocabulary: Mapping[str, int],
-    merges: Merges,
-    folder: Path,
-    scratch: Path,
+    header: GGUFHeader, vocabulary: Mapping[str, int], merges: Merges, folder: Path, scratch: Path
 ) -> bool:
     """Write a tokenizer built of its special tokens; False if it holds what cannot be completed."""
     tokens, types = header.values[TOKENS], header.values.get(TYPES, ())

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from larder.core.errors import ModelError
 from larder.core.spec import LayerSpec, ModelSpec
+from larder.core.types import HiddenStates
 from larder.models.attention_backend import LayerAttention, text_implementation
 from larder.models.placement import input_placement, loaded_tensors, weights_loaded
 from larder.models.recurrent import recurrent_layers
@@ -85,7 +86,7 @@ def call_uncached(
     attention: LayerAttention,
     positions: Int[Tensor, " Q"] | None = None,
     **options: Any,
-) -> Float[Tensor, "Q hidden"]:
+) -> HiddenStates:
     """Hidden states behind the layers of a model and its last norm, without a cache.
 
     Args:

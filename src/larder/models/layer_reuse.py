@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from larder.cache.chunk_entries import ChunkEntries
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import ModelError
-from larder.core.types import AppendKind, Mode, Queries
+from larder.core.types import AppendKind, Mode, Queries, TokenIds
 from larder.models.activation_hooks import forward_hooks
 from larder.models.attention_backend import AttentionInputs, RenumberedAttention
 from larder.models.batch_segment import BatchSegment
@@ -77,7 +77,7 @@ class RangeProfile:
 
 
 @torch.no_grad()
-def share_reading(sender: Decoder, ids: tuple[int, ...], starts: Iterable[int]) -> SharedReading:
+def share_reading(sender: Decoder, ids: TokenIds, starts: Iterable[int]) -> SharedReading:
     """Read a text and hand it over.
 
     Args:
@@ -195,8 +195,8 @@ def receive_reading(
 def range_profiles(
     sender: Decoder,
     receiver: Decoder,
-    ids: tuple[int, ...],
-    continuation: tuple[int, ...],
+    ids: TokenIds,
+    continuation: TokenIds,
     ranges: Sequence[LayerRange],
 ) -> list[RangeProfile]:
     """Divergence of a continuation of a text under each range, against the receiver's own reading.
@@ -258,7 +258,7 @@ class _LayerArguments(Exception):  # noqa: N818, no error
 
 def _run_layers(
     decoder: Decoder,
-    ids: tuple[int, ...],
+    ids: TokenIds,
     states: Float[Tensor, "1 N hidden"] | None,
     layers: LayerRange,
     attention: _AttentionBehind,
@@ -307,7 +307,7 @@ def _check_shape(receiver: Decoder, reading: SharedReading) -> None:
 
 
 def _log_probabilities(
-    decoder: Decoder, cache: SequenceCache, ids: tuple[int, ...]
+    decoder: Decoder, cache: SequenceCache, ids: TokenIds
 ) -> Float[Tensor, "N V"]:
     segment = BatchSegment(cache, ids)
     return decoder.forward_logits([segment], Mode.SCRATCH, range(len(ids))).double().log_softmax(-1)

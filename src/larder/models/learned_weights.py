@@ -24,6 +24,7 @@ from larder.cache.table_file import CARD, check_fingerprint, write_tensors
 from larder.core.errors import MissingWeights, ModelError
 from larder.core.home import home
 from larder.core.spec import LayerSpec, ModelSpec
+from larder.core.types import HiddenStates, NamedTensors, TensorShapes
 from larder.policy.providers.base import (
     ActivationProvider,
     GateProvider,
@@ -35,16 +36,14 @@ SUFFIX = ".safetensors"
 PACKAGED = "learned"  # folder of this package
 LAYERS = "layers"
 
-LayerTensors = Mapping[str, Tensor]
+LayerTensors = NamedTensors
 
 
 @runtime_checkable
 class WeightForm(Protocol):
     """Shapes of the tensors of a method, such as those of a gate."""
 
-    def shapes(
-        self, layer: LayerSpec, width: int, tensors: Mapping[str, Tensor]
-    ) -> Mapping[str, tuple[int, ...]]:
+    def shapes(self, layer: LayerSpec, width: int, tensors: NamedTensors) -> TensorShapes:
         """Shape that each tensor of a layer must have, by name; see `GateProvider.shapes`."""
         ...
 
@@ -152,7 +151,7 @@ def read_learned(path: Path) -> LearnedWeights:
         ) from error
 
 
-def split_layers(tensors: Mapping[str, Tensor], prefix: str = LAYERS) -> tuple[LayerTensors, ...]:
+def split_layers(tensors: NamedTensors, prefix: str = LAYERS) -> tuple[LayerTensors, ...]:
     """Tensors by layer, from names `<prefix>.<n>.<tensor>`.
 
     Raises:
@@ -193,7 +192,7 @@ def check_learned(weights: LearnedWeights, spec: ModelSpec, name: str, form: Wei
 
 def _wanted_shapes(
     form: WeightForm, layer: LayerSpec, width: int, tensors: LayerTensors
-) -> dict[str, tuple[int, ...]] | str:
+) -> TensorShapes | str:
     """Shapes of a form, or what it misses where its sizes cannot be read from the tensors."""
     try:
         return dict(form.shapes(layer, width, tensors))
@@ -236,9 +235,7 @@ class BoundGate(ActivationProvider):
     def reads_pass(self) -> bool:
         return self.gate.reads_pass
 
-    def capture(
-        self, attention: nn.Module, states: Float[Tensor, "Q hidden"]
-    ) -> Float[Tensor, "Q *rest"]:
+    def capture(self, attention: nn.Module, states: HiddenStates) -> Float[Tensor, "Q *rest"]:
         if attention not in self.weights:  # a layer that no budget governs
             return states.new_zeros(len(states), dtype=torch.float32)
         return self.gate.gate(states, self.weights[attention])

@@ -16,7 +16,7 @@ from torch import Tensor
 from larder.cache.sequence import SequenceCache
 from larder.core.arguments import check_type
 from larder.core.errors import BadParameter, ModelError
-from larder.core.types import Mode
+from larder.core.types import HiddenStates, Mode
 from larder.models.activation_hooks import forward_hooks
 from larder.models.attention_backend import AttentionInputs, CausalAttention, PrivateConfigs
 from larder.models.batch_segment import BatchSegment
@@ -289,7 +289,7 @@ def _logits_with(module: Any, attention: str, ids: Sequence[int]) -> Float[Tenso
 
 
 @contextmanager
-def _attention_outputs(decoder: Decoder) -> Iterator[dict[int, Float[Tensor, "Q hidden"]]]:
+def _attention_outputs(decoder: Decoder) -> Iterator[dict[int, HiddenStates]]:
     """Output of every attention module by layer, filled in during a forward of the model."""
     outputs: dict[int, Tensor] = {}
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from larder.core.arguments import require
 from larder.core.errors import BadParameter
+from larder.core.types import WeightChunk
 from larder.ops.attention import NO_SINKS, sink_shares, sinks_by_group
 
 CHUNK = 64  # queries
@@ -47,9 +48,7 @@ class ColumnReducer(Protocol):
         """State before the first query."""
         ...
 
-    def fold(
-        self, state: tuple[Tensor, ...], weights: Float[Tensor, "R c S"], first: int, total: int
-    ) -> None:
+    def fold(self, state: tuple[Tensor, ...], weights: WeightChunk, first: int, total: int) -> None:
         """Update the state in place with queries [first, first + c) of `total`."""
         ...
 
@@ -141,7 +140,7 @@ def _chunks(
     bias: Float[Tensor, " S"] | None,
     positions: VisibilityPositions,
     chunk: int,
-) -> Iterator[Float[Tensor, "R c S"]]:
+) -> Iterator[WeightChunk]:
     """Softmax weights in chunks of queries, in buffers that are reused."""
     num_heads, query_len, head_dim = queries.shape
     if not len(keys):

@@ -15,6 +15,7 @@ from larder.core.arguments import require
 from larder.core.family import Family
 from larder.core.observation import Entries, Observation
 from larder.core.part import LOG_COUNT
+from larder.core.types import WeightChunk
 from larder.ops.attention import sink_logits
 from larder.ops.attention_weights import head_weights_from_logits
 from larder.ops.column_statistics import ColumnReducer, reduce_columns
@@ -122,9 +123,7 @@ class NoAggregation(Aggregation):
     def start(self, like: Float[Tensor, "R S"]) -> tuple[Tensor, ...]:
         return (like,)
 
-    def fold(
-        self, state: tuple[Tensor, ...], weights: Float[Tensor, "R c S"], first: int, total: int
-    ) -> None:
+    def fold(self, state: tuple[Tensor, ...], weights: WeightChunk, first: int, total: int) -> None:
         del state, weights, first, total
 
 

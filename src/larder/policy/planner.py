@@ -21,10 +21,11 @@ from larder.core.observation import (
     Lexicon,
     Observation,
     Phase,
+    ScoredLayers,
     ScoreScale,
 )
 from larder.core.part import Ledger, PolicyPart
-from larder.core.plan import Plan, StepRule
+from larder.core.plan import LayerPlans, LayerQuotas, Plan, StepRule
 from larder.core.spelling import spell
 from larder.core.types import Packed, PackedMask
 from larder.policy.attention_reduction import AttentionReduction, NoAggregation, NoHeadRule
@@ -383,11 +384,8 @@ class Planner:
         return protected
 
     def plan(
-        self,
-        ready: Mapping[int, LayerScores],
-        quotas: Mapping[int, int],
-        entries: Callable[[int], Entries],
-    ) -> dict[int, Plan]:
+        self, ready: ScoredLayers, quotas: LayerQuotas, entries: Callable[[int], Entries]
+    ) -> LayerPlans:
         """Plans for the layers that can be decided now; the others wait for more layers.
 
         Args:
@@ -405,9 +403,7 @@ class Planner:
             )
         return self.storage.allocate(plans, entries)
 
-    def _chosen(
-        self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
-    ) -> dict[int, Plan]:
+    def _chosen(self, ready: ScoredLayers, quotas: LayerQuotas) -> LayerPlans:
         """Plans of the budget; layers on several devices are compared on that of the first."""
         devices = {index: scored.scores.device for index, scored in ready.items()}
         if len(set(devices.values())) <= 1:

@@ -13,6 +13,7 @@ from larder.core.errors import UsageError
 from larder.core.images import NO_IMAGES, ImageSpans
 from larder.core.progress import Progress, no_progress
 from larder.core.spelling import spell
+from larder.core.types import TokenIds
 from larder.ops.apportionment import even_ranges
 from larder.policy.scorers.base import ReducedScorer
 from larder.prefill.memory import EntryCapacity
@@ -154,7 +155,7 @@ class Schedule(ABC):
 
     @abstractmethod
     def steps(
-        self, reader: PrefillReader, sequences: Sequence[PrefillSequence], ids: tuple[int, ...]
+        self, reader: PrefillReader, sequences: Sequence[PrefillSequence], ids: TokenIds
     ) -> Steps[None]:
         """Read `ids` into the cache of every sequence and leave each within its budget."""
 
@@ -205,7 +206,7 @@ class Schedule(ABC):
         self,
         reader: PrefillReader,
         sequences: Sequence[PrefillSequence],
-        ids: tuple[int, ...],
+        ids: TokenIds,
         progress: Progress,
     ) -> None:
         """Run all steps."""
@@ -213,10 +214,7 @@ class Schedule(ABC):
 
 
 def prefill_blocks(
-    reader: PrefillReader,
-    groups: Sequence[Sequence[PrefillSequence]],
-    ids: tuple[int, ...],
-    tokens: int,
+    reader: PrefillReader, groups: Sequence[Sequence[PrefillSequence]], ids: TokenIds, tokens: int
 ) -> Steps[None]:
     """Blockwise prefill with a plan per block: groups in turn, the sequences of a group together.
 
@@ -237,9 +235,7 @@ def prefill_blocks(
             reader.finish(sequence, group[number:])
 
 
-def split_blocks(
-    ids: tuple[int, ...], size: int, images: ImageSpans = NO_IMAGES
-) -> list[tuple[int, ...]]:
+def split_blocks(ids: TokenIds, size: int, images: ImageSpans = NO_IMAGES) -> list[tuple[int, ...]]:
     """Consecutive blocks of nearly equal length, at most `size` tokens each.
 
     A cut inside an image moves to its border; a block is longer than `size` only for an image that

@@ -22,7 +22,7 @@ from larder.cache.sequence import SequenceCache
 from larder.core.arguments import check_count
 from larder.core.errors import ModelError
 from larder.core.spec import ModelSpec
-from larder.core.types import AppendKind, Mode
+from larder.core.types import AppendKind, Mode, TokenIds
 from larder.models.batch_segment import BatchSegment
 from larder.models.decoder import Decoder
 
@@ -47,9 +47,7 @@ class ChunkSource(ABC):
         return ()
 
     @abstractmethod
-    def find(
-        self, spec: ModelSpec, prefix: tuple[int, ...], ids: tuple[int, ...]
-    ) -> ChunkEntries | None:
+    def find(self, spec: ModelSpec, prefix: TokenIds, ids: TokenIds) -> ChunkEntries | None:
         """Entries of a chunk that was read behind a prefix; None if there are none.
 
         They start at the position behind the prefix, are lossless, and have the dtype and device
@@ -57,49 +55,41 @@ class ChunkSource(ABC):
         """
 
     @abstractmethod
-    def add(self, prefix: tuple[int, ...], ids: tuple[int, ...], cache: SequenceCache) -> None:
+    def add(self, prefix: TokenIds, ids: TokenIds, cache: SequenceCache) -> None:
         """Keep the entries of a chunk; a source that has no room for them leaves them out.
 
         Args:
             cache: dense cache that has read prefix and chunk; it is read, not changed.
         """
 
-    def variants(
-        self, spec: ModelSpec, prefix: tuple[int, ...], ids: tuple[int, ...]
-    ) -> list[ChunkVariant]:
+    def variants(self, spec: ModelSpec, prefix: TokenIds, ids: TokenIds) -> list[ChunkVariant]:
         """Entries of a chunk as they were in texts, behind other chunks, on the device where they
         are held; none by default.
         """
         return []
 
-    def add_variant(
-        self, prefix: tuple[int, ...], ids: tuple[int, ...], variant: ChunkVariant
-    ) -> None:
+    def add_variant(self, prefix: TokenIds, ids: TokenIds, variant: ChunkVariant) -> None:
         """Keep a chunk as it was in a text; by default it is left out."""
         del prefix, ids, variant
 
-    def anchors(self, spec: ModelSpec, prefix: tuple[int, ...], index: int) -> list[ChunkAnchor]:
+    def anchors(self, spec: ModelSpec, prefix: TokenIds, index: int) -> list[ChunkAnchor]:
         """Chunks whose change at an index among contexts is known, on the device where they are
         held; none by default.
         """
         return []
 
-    def add_anchor(self, prefix: tuple[int, ...], index: int, anchor: ChunkAnchor) -> None:
+    def add_anchor(self, prefix: TokenIds, index: int, anchor: ChunkAnchor) -> None:
         """Keep the change of a chunk at an index among contexts; by default it is left out.
 
         Its base is held as the chunk, and not held again.
         """
         del prefix, index, anchor
 
-    def states(
-        self, spec: ModelSpec, prefix: tuple[int, ...], ids: tuple[int, ...]
-    ) -> ChunkStates | None:
+    def states(self, spec: ModelSpec, prefix: TokenIds, ids: TokenIds) -> ChunkStates | None:
         """Hidden states of a chunk, on the device of `spec`; None if there are none."""
         return None
 
-    def add_states(
-        self, prefix: tuple[int, ...], ids: tuple[int, ...], states: ChunkStates
-    ) -> None:
+    def add_states(self, prefix: TokenIds, ids: TokenIds, states: ChunkStates) -> None:
         """Keep the hidden states of a chunk; by default they are left out."""
         del prefix, ids, states
 
@@ -187,15 +177,13 @@ StoredChunk = ChunkEntries | ChunkVariant | ChunkChange | ChunkStates
 
 
 def variant_key(
-    prefix: tuple[int, ...], ids: tuple[int, ...], before: tuple[tuple[int, ...], ...] = ()
+    prefix: TokenIds, ids: TokenIds, before: tuple[tuple[int, ...], ...] = ()
 ) -> ChunkKey:
     """Key of a variant behind some chunks; without them, the beginning of the keys of all."""
     return (VARIANT, prefix, ids, *before)
 
 
-def anchor_key(
-    prefix: tuple[int, ...], index: int, ids: tuple[tuple[int, ...], ...] = ()
-) -> ChunkKey:
+def anchor_key(prefix: TokenIds, index: int, ids: tuple[TokenIds, ...] = ()) -> ChunkKey:
     """Key of an anchor at an index; without its tokens, the beginning of the keys of all."""
     return (ANCHOR, prefix, index, *ids)
 
@@ -213,12 +201,10 @@ def anchors_of(
 class NoChunks(ChunkSource):
     """Source that keeps nothing."""
 
-    def find(
-        self, spec: ModelSpec, prefix: tuple[int, ...], ids: tuple[int, ...]
-    ) -> ChunkEntries | None:
+    def find(self, spec: ModelSpec, prefix: TokenIds, ids: TokenIds) -> ChunkEntries | None:
         return None
 
-    def add(self, prefix: tuple[int, ...], ids: tuple[int, ...], cache: SequenceCache) -> None:
+    def add(self, prefix: TokenIds, ids: TokenIds, cache: SequenceCache) -> None:
         del prefix, ids, cache
 
 
@@ -256,21 +242,15 @@ class ChunkMemory(ChunkSource):
     def state_layers(self) -> tuple[int, ...]:
         return self._state_layers
 
-    def states(
-        self, spec: ModelSpec, prefix: tuple[int, ...], ids: tuple[int, ...]
-    ) -> ChunkStates | None:
+    def states(self, spec: ModelSpec, prefix: TokenIds, ids: TokenIds) -> ChunkStates | None:
         found = self._all(spec, (STATES, prefix, ids))
         own = found[0] if found else None
         return own if isinstance(own, ChunkStates) else None
 
-    def add_states(
-        self, prefix: tuple[int, ...], ids: tuple[int, ...], states: ChunkStates
-    ) -> None:
+    def add_states(self, prefix: TokenIds, ids: TokenIds, states: ChunkStates) -> None:
         self._hold((STATES, prefix, ids), states)
 
-    def find(
-        self, spec: ModelSpec, prefix: tuple[int, ...], ids: tuple[int, ...]
-    ) -> ChunkEntries | None:
+    def find(self, spec: ModelSpec, prefix: TokenIds, ids: TokenIds) -> ChunkEntries | None:
         """Entries of a chunk, which becomes the most recently used one.
 
         Raises:
@@ -280,28 +260,24 @@ class ChunkMemory(ChunkSource):
         entries = found[0] if found else None
         return entries if isinstance(entries, ChunkEntries) else None
 
-    def add(self, prefix: tuple[int, ...], ids: tuple[int, ...], cache: SequenceCache) -> None:
+    def add(self, prefix: TokenIds, ids: TokenIds, cache: SequenceCache) -> None:
         """Keep the entries of a chunk, unless they alone exceed the limit."""
         self._hold((APART, prefix, ids), ChunkEntries.of(cache, len(prefix), cache.next_position))
 
-    def variants(
-        self, spec: ModelSpec, prefix: tuple[int, ...], ids: tuple[int, ...]
-    ) -> list[ChunkVariant]:
+    def variants(self, spec: ModelSpec, prefix: TokenIds, ids: TokenIds) -> list[ChunkVariant]:
         found = self._all(spec, variant_key(prefix, ids))
         return [each for each in found if isinstance(each, ChunkVariant)]
 
-    def add_variant(
-        self, prefix: tuple[int, ...], ids: tuple[int, ...], variant: ChunkVariant
-    ) -> None:
+    def add_variant(self, prefix: TokenIds, ids: TokenIds, variant: ChunkVariant) -> None:
         self._hold(variant_key(prefix, ids, variant.profile.before), variant)
 
-    def anchors(self, spec: ModelSpec, prefix: tuple[int, ...], index: int) -> list[ChunkAnchor]:
+    def anchors(self, spec: ModelSpec, prefix: TokenIds, index: int) -> list[ChunkAnchor]:
         found = self._all(spec, anchor_key(prefix, index))
         changes = [each for each in found if isinstance(each, ChunkChange)]
         bases = [self.find(spec, prefix, change.ids) for change in changes]
         return anchors_of(changes, bases)
 
-    def add_anchor(self, prefix: tuple[int, ...], index: int, anchor: ChunkAnchor) -> None:
+    def add_anchor(self, prefix: TokenIds, index: int, anchor: ChunkAnchor) -> None:
         change = ChunkChange(anchor.ids, anchor.change)
         self._hold(anchor_key(prefix, index, (anchor.ids,)), change)
         self._hold((APART, prefix, anchor.ids), anchor.base)  # used later, so that it leaves later
@@ -331,7 +307,7 @@ class ChunkMemory(ChunkSource):
 class ChunkReader:
     """Entries of chunks behind one prefix, found in a source or read and added to it."""
 
-    def __init__(self, decoder: Decoder, prefix: tuple[int, ...], source: ChunkSource) -> None:
+    def __init__(self, decoder: Decoder, prefix: TokenIds, source: ChunkSource) -> None:
         self._decoder, self._prefix, self._source = decoder, prefix, source
         self._cache = SequenceCache(decoder.spec, "dense")
 
@@ -342,7 +318,7 @@ class ChunkReader:
         self._fill()
         return ChunkEntries.of(self._cache, 0, len(self._prefix))
 
-    def chunk(self, ids: tuple[int, ...]) -> tuple[ChunkEntries, bool]:
+    def chunk(self, ids: TokenIds) -> tuple[ChunkEntries, bool]:
         """Entries of a chunk, and whether they were found."""
         found = self._source.find(self._decoder.spec, self._prefix, ids)
         if found is not None and self._has_states(ids):
@@ -357,7 +333,7 @@ class ChunkReader:
         self._cache.truncate(start)
         return entries, False
 
-    def _has_states(self, ids: tuple[int, ...]) -> bool:
+    def _has_states(self, ids: TokenIds) -> bool:
         """True if all hidden states that the source keeps of a chunk are there."""
         wanted = set(self._source.state_layers)
         if not wanted:
@@ -365,7 +341,7 @@ class ChunkReader:
         states = self._source.states(self._decoder.spec, self._prefix, ids)
         return states is not None and wanted <= states.by_layer.keys()
 
-    def _read_with_states(self, ids: tuple[int, ...]) -> ChunkStates | None:
+    def _read_with_states(self, ids: TokenIds) -> ChunkStates | None:
         """Read a chunk; its hidden states where the source keeps them."""
         if not self._source.state_layers:
             self._read(ids)
@@ -387,11 +363,11 @@ class ChunkReader:
         self._read(self._prefix)
         self._source.add((), self._prefix, self._cache)
 
-    def _read(self, ids: tuple[int, ...]) -> None:
+    def _read(self, ids: TokenIds) -> None:
         append_text(self._decoder, self._cache, ids)
 
 
-def append_text(decoder: Decoder, cache: SequenceCache, ids: tuple[int, ...]) -> None:
+def append_text(decoder: Decoder, cache: SequenceCache, ids: TokenIds) -> None:
     """Read tokens with a model behind a cache that keeps all of them."""
     for start in range(0, len(ids), BLOCK_TOKENS):
         block = ids[start : start + BLOCK_TOKENS]

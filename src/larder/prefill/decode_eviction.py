@@ -16,7 +16,7 @@ from torch import Tensor
 
 from larder.cache.sequence import SequenceCache
 from larder.core.observation import Phase, ScratchPrompt
-from larder.core.plan import StepRule
+from larder.core.plan import LayerQuotas, StepRule
 from larder.models.batch_segment import BatchSegment
 from larder.models.observers import LayerActivations, Observer, StepObserver
 from larder.ops.cpu.decode_attention import EvictionStorage
@@ -121,7 +121,7 @@ class DecodeEviction:
     def _eviction_pass(
         self,
         segments: Sequence[BatchSegment],
-        quotas: Sequence[Mapping[int, int]],
+        quotas: Sequence[LayerQuotas],
         due: Sequence[bool],
         lengths: Sequence[int],
         starts: Sequence[int],
@@ -169,7 +169,7 @@ class DecodeEviction:
             for layer, q in self.quotas[number].items()
         }
 
-    def _is_due(self, segment: BatchSegment, quotas: Mapping[int, int]) -> bool:
+    def _is_due(self, segment: BatchSegment, quotas: LayerQuotas) -> bool:
         """True if the cache exceeds its capacity once the segment is read."""
         excess = self.planner.timing.excess()
         if excess is None:
@@ -186,9 +186,7 @@ class DecodeEviction:
             segment, quotas, excess
         )
 
-    def _is_rounding_due(
-        self, segment: BatchSegment, quotas: Mapping[int, int], excess: int
-    ) -> bool:
+    def _is_rounding_due(self, segment: BatchSegment, quotas: LayerQuotas, excess: int) -> bool:
         """True if entries at full precision exceed their capacity once the segment is read."""
         storage, spec = self.planner.storage, segment.cache.spec
         if not storage.codecs:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from larder.cache.sequence import SequenceCache
 from larder.core.observation import LayerScores, Observation, Phase, ScratchPrompt
-from larder.core.plan import Plan
+from larder.core.plan import LayerPlans, LayerQuotas, Plan
 from larder.core.types import Packed
 from larder.models.observers import LayerActivations, Observer
 from larder.ops.rope import rerotate_per_head
@@ -76,7 +76,7 @@ class EvictionPass:
         planner: Planner,
         caches: Sequence[SequenceCache],
         tokens: int,
-        quotas: Sequence[Mapping[int, int]],
+        quotas: Sequence[LayerQuotas],
         meter: PeakMemoryMeter | None,
         lengths: Sequence[int],
         phase: Phase = Phase.PREFILL,
@@ -138,7 +138,7 @@ class EvictionPass:
         if layer in self._quotas[index] and is_observed:
             self._apply(index, layer, self._plans(index, layer, recorded))
 
-    def _plans(self, index: int, layer: int, recorded: LayerActivations) -> dict[int, Plan]:
+    def _plans(self, index: int, layer: int, recorded: LayerActivations) -> LayerPlans:
         """Plans for the layers that can be decided once this one is scored."""
         observation = self._observation(index, layer, recorded)
         if not self._scratch_tokens:

@@ -20,7 +20,7 @@ from larder.cache.sequence import SequenceCache
 from larder.core.errors import UsageError
 from larder.core.observation import Observation, ScratchPrompt
 from larder.core.part import LOG_COUNT
-from larder.core.types import Queries
+from larder.core.types import HiddenStates, Queries
 from larder.models.activation_hooks import forward_hooks
 from larder.models.attention_backend import AttentionInputs, RenumberedAttention
 from larder.models.decoder import Decoder
@@ -67,7 +67,7 @@ def gradient_inputs(
 
 def _layer_gradients(
     decoder: Decoder, cache: SequenceCache, prompt: ScratchPrompt, provider: GradientProvider
-) -> dict[int, Float[Tensor, "Q hidden"]]:
+) -> dict[int, HiddenStates]:
     """Gradient of a provider's objective by the attention outputs of each layer."""
     start = cache.next_position + prompt.shift
     device, count = decoder.spec.device, len(prompt.ids)

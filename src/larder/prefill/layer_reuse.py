@@ -15,6 +15,7 @@ from larder.cache.chunk_entries import ChunkEntries
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import ModelError
 from larder.core.spec import ModelSpec
+from larder.core.types import TokenIds
 from larder.models.decoder import Decoder
 from larder.models.layer_reuse import LayerRange, SharedReading, check_layers, receive_reading
 from larder.prefill.contexts import ChunkSource, ChunkStates, append_text
@@ -59,9 +60,7 @@ class ReusedChunks(ChunkSource):
         self._own, self._sender, self._receiver = own, sender, receiver
         self.layers = layers
 
-    def find(
-        self, spec: ModelSpec, prefix: tuple[int, ...], ids: tuple[int, ...]
-    ) -> ChunkEntries | None:
+    def find(self, spec: ModelSpec, prefix: TokenIds, ids: TokenIds) -> ChunkEntries | None:
         found = self._own.find(spec, prefix, ids)
         if found is not None or not prefix + ids:
             return found
@@ -71,10 +70,10 @@ class ReusedChunks(ChunkSource):
         before = self._prefix_entries(prefix) if prefix else None
         return receive_reading(self._receiver, reading, self.layers, before)
 
-    def add(self, prefix: tuple[int, ...], ids: tuple[int, ...], cache: SequenceCache) -> None:
+    def add(self, prefix: TokenIds, ids: TokenIds, cache: SequenceCache) -> None:
         self._own.add(prefix, ids, cache)
 
-    def _reading(self, prefix: tuple[int, ...], ids: tuple[int, ...]) -> SharedReading | None:
+    def _reading(self, prefix: TokenIds, ids: TokenIds) -> SharedReading | None:
         """Entries and hidden states of the sender; None unless it has both."""
         source, spec, (start, stop) = self._sender.source, self._sender.spec, self.layers
         states: ChunkStates | None = ChunkStates({})
@@ -88,7 +87,7 @@ class ReusedChunks(ChunkSource):
         device = self._receiver.spec.device
         return SharedReading(ids, entries.to(device), dict(states.to(device).by_layer))
 
-    def _prefix_entries(self, prefix: tuple[int, ...]) -> ChunkEntries:
+    def _prefix_entries(self, prefix: TokenIds) -> ChunkEntries:
         """The receiver's own entries of a prefix."""
         spec = self._receiver.spec
         found = self._own.find(spec, (), prefix)

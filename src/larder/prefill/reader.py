@@ -20,7 +20,7 @@ from larder.core.errors import ScoreError, UsageError
 from larder.core.images import NO_IMAGES, ImageSpans
 from larder.core.observation import Prompts, ScratchPrompt
 from larder.core.spelling import spell
-from larder.core.types import AppendKind, Mode
+from larder.core.types import AppendKind, Mode, TokenIds
 from larder.models.batch_segment import BatchSegment
 from larder.models.decoder import Decoder
 from larder.models.observers import LayerActivations, Observer
@@ -87,7 +87,7 @@ class PrefillReader:
     recall_entries: int = 0
     bound: EntryCapacity | None = None
 
-    def append(self, sequences: Sequence[PrefillSequence], ids: tuple[int, ...]) -> None:
+    def append(self, sequences: Sequence[PrefillSequence], ids: TokenIds) -> None:
         """Read tokens into every sequence without scoring."""
         segments, observer = self._appending(sequences, ids)
         inputs, providers = self.planner.activation_providers, self.planner.token_providers
@@ -103,11 +103,7 @@ class PrefillReader:
                 segment.cache.write_token_columns(layer, by_name, start)
 
     def read_and_evict_steps(
-        self,
-        sequences: Sequence[PrefillSequence],
-        ids: tuple[int, ...],
-        block: tuple[int, ...],
-        start: int,
+        self, sequences: Sequence[PrefillSequence], ids: TokenIds, block: TokenIds, start: int
     ) -> Iterator[None]:
         """Read tokens into every sequence, then bring each cache back within its budget.
 
@@ -146,7 +142,7 @@ class PrefillReader:
     def read_narrowing_steps(
         self,
         sequence: PrefillSequence,
-        ids: tuple[int, ...],
+        ids: TokenIds,
         choose: ChooseTokens,
         listener: ScoreListener | None,
     ) -> Iterator[None]:
@@ -172,9 +168,7 @@ class PrefillReader:
             scoring = self._eviction_pass([sequence.cache], length)
             yield from self._scratch_steps(scoring, [sequence.cache], [scratches], [])
 
-    def append_chosen(
-        self, sequence: PrefillSequence, ids: tuple[int, ...], choose: ChooseTokens
-    ) -> None:
+    def append_chosen(self, sequence: PrefillSequence, ids: TokenIds, choose: ChooseTokens) -> None:
         """Read a text, of which chosen tokens alone go into some layers, without scoring."""
         from larder.models.token_selection import read_narrowing  # few policies narrow
 
@@ -182,7 +176,7 @@ class PrefillReader:
         read_narrowing(self.decoder, segment, observer, choose, self.planner.activation_providers)
 
     def read_chosen_steps(
-        self, sequence: PrefillSequence, ids: tuple[int, ...], rows: Int64[Tensor, " N"]
+        self, sequence: PrefillSequence, ids: TokenIds, rows: Int64[Tensor, " N"]
     ) -> Iterator[None]:
         """Read chosen tokens of a text, then bring the cache within its budget.
 
@@ -198,8 +192,8 @@ class PrefillReader:
     def score_steps(
         self,
         sequence: PrefillSequence,
-        ids: tuple[int, ...],
-        block: tuple[int, ...],
+        ids: TokenIds,
+        block: TokenIds,
         choose: ChooseTokens,
         listener: ScoreListener,
         scorer: Scorer,
@@ -294,7 +288,7 @@ class PrefillReader:
         sequence.finish(sequence.cache)
 
     def _appending(
-        self, sequences: Sequence[PrefillSequence], ids: tuple[int, ...]
+        self, sequences: Sequence[PrefillSequence], ids: TokenIds
     ) -> tuple[list[BatchSegment], EvictionPass]:
         """Segments of an appending pass, and an observer that only updates tallies."""
         caches = [sequence.cache for sequence in sequences]
@@ -307,7 +301,7 @@ class PrefillReader:
         return _segments(sequences, ids), observer
 
     def _scratches(
-        self, sequence: PrefillSequence, block: tuple[int, ...], start: int
+        self, sequence: PrefillSequence, block: TokenIds, start: int
     ) -> tuple[ScratchPrompt, ...]:
         """Scratch prompts of a sequence.
 
@@ -360,7 +354,7 @@ class PrefillReader:
         )
 
 
-def _segments(sequences: Sequence[PrefillSequence], ids: tuple[int, ...]) -> list[BatchSegment]:
+def _segments(sequences: Sequence[PrefillSequence], ids: TokenIds) -> list[BatchSegment]:
     """Segments with the same text for every sequence."""
     segments = list[BatchSegment]()
     for sequence in sequences:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from larder.cache.recurrent_state import CacheCheckpoint
 from larder.cache.sequence import SequenceCache
 from larder.core.observation import Prompts
-from larder.core.types import AppendKind, Mode
+from larder.core.types import AppendKind, Mode, TokenIds
 from larder.models.batch_segment import BatchSegment
 from larder.models.decoder import Decoder
 from larder.models.observers import Observer
@@ -112,7 +112,7 @@ class TurnReader:
             tokens = 1 if self._eviction is not None else min(tokens, self._block)
         self.cache.reserve(tokens)
 
-    def message_steps(self, ids: tuple[int, ...]) -> Steps[tuple[int, ...]]:
+    def message_steps(self, ids: TokenIds) -> Steps[tuple[int, ...]]:
         """Read a message except its last part, which the next pass may read; returns that part."""
         if self._eviction is None:
             *blocks, ids = split_blocks(ids, self._block)
@@ -126,7 +126,7 @@ class TurnReader:
             yield
         return ids
 
-    def read_last_part(self, ids: tuple[int, ...]) -> None:
+    def read_last_part(self, ids: TokenIds) -> None:
         """Read the last part of a message whose answer is replayed."""
         self._read(ids, AppendKind.QUESTION, 0, self._eviction)
 
@@ -135,7 +135,7 @@ class TurnReader:
         if self._eviction is None and self.free_tokens < tokens:
             yield from self._block_end()
 
-    def closing_steps(self, ids: tuple[int, ...], answer_tokens: int) -> Steps[None]:
+    def closing_steps(self, ids: TokenIds, answer_tokens: int) -> Steps[None]:
         """Read the closing tokens of a turn, which were not generated.
 
         Args:
@@ -148,7 +148,7 @@ class TurnReader:
             ids = ids[count:]
             yield
 
-    def replay_steps(self, ids: tuple[int, ...]) -> Steps[None]:
+    def replay_steps(self, ids: TokenIds) -> Steps[None]:
         """Read an answer again with the same result as its generation, in fewer passes where
         possible.
         """
@@ -220,11 +220,7 @@ class TurnReader:
         return None if eviction is None else eviction.observer([0], [segment], [answer_tokens])
 
     def _read(
-        self,
-        ids: tuple[int, ...],
-        kind: AppendKind,
-        answer_tokens: int,
-        eviction: DecodeEviction | None,
+        self, ids: TokenIds, kind: AppendKind, answer_tokens: int, eviction: DecodeEviction | None
     ) -> None:
         segment = BatchSegment(self.cache, ids, append_kind=kind)
         self._decoder.read([segment], Mode.APPEND, self._observer(segment, answer_tokens, eviction))
@@ -262,7 +258,7 @@ class TurnReader:
         self.cache.roll_back(self._start)
         return ids
 
-    def _read_with_plans(self, ids: tuple[int, ...]) -> Steps[None]:
+    def _read_with_plans(self, ids: TokenIds) -> Steps[None]:
         """Read tokens as blocks of a context, with a plan per block."""
         cache = self.cache
         reader = self._reader_of(cache.next_position + len(ids), self.meter)

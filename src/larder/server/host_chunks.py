@@ -13,6 +13,7 @@ from larder.cache.chunk_entries import ChunkEntries
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import BudgetError
 from larder.core.spec import ModelSpec
+from larder.core.types import TokenIds
 from larder.prefill.contexts import (
     STATES,
     ChunkAnchor,
@@ -79,9 +80,7 @@ class HostChunks:
         """Bytes of all entries."""
         return sum(held.reservation.bytes for held in self._held.values())
 
-    def find(
-        self, tenant: str, prefix: tuple[int, ...], ids: tuple[int, ...]
-    ) -> ChunkEntries | None:
+    def find(self, tenant: str, prefix: TokenIds, ids: TokenIds) -> ChunkEntries | None:
         """Entries of a chunk, which becomes the most recently used one."""
         held = self._held.get((tenant, (prefix, ids)))
         if held is None:
@@ -90,9 +89,7 @@ class HostChunks:
         assert isinstance(held.entries, ChunkEntries)
         return held.entries
 
-    def add(
-        self, tenant: str, prefix: tuple[int, ...], ids: tuple[int, ...], cache: SequenceCache
-    ) -> None:
+    def add(self, tenant: str, prefix: TokenIds, ids: TokenIds, cache: SequenceCache) -> None:
         """Keep a chunk, unless it is held or there is no room for it."""
         if (held := self._held.get((tenant, (prefix, ids)))) is not None:
             self._use(held)
@@ -134,7 +131,7 @@ class HostChunks:
             own, cost = chunk.to("cpu"), self._operations(tokens)
             self._hold((tenant, key), own, reservation, cost, parent)
 
-    def name(self, tenant: str, text: tuple[int, ...]) -> str:
+    def name(self, tenant: str, text: TokenIds) -> str:
         """Name of the chunk that ends a text; empty if it is not held."""
         return self._names.get((tenant, text), "")
 
@@ -217,24 +214,18 @@ class TenantChunks(ChunkSource):
     def __init__(self, chunks: HostChunks, tenant: str) -> None:
         self._chunks, self._tenant = chunks, tenant
 
-    def find(
-        self, spec: ModelSpec, prefix: tuple[int, ...], ids: tuple[int, ...]
-    ) -> ChunkEntries | None:
+    def find(self, spec: ModelSpec, prefix: TokenIds, ids: TokenIds) -> ChunkEntries | None:
         found = self._chunks.find(self._tenant, prefix, ids)
         return None if found is None else found.to(spec.device)
 
-    def add(self, prefix: tuple[int, ...], ids: tuple[int, ...], cache: SequenceCache) -> None:
+    def add(self, prefix: TokenIds, ids: TokenIds, cache: SequenceCache) -> None:
         self._chunks.add(self._tenant, prefix, ids, cache)
 
-    def variants(
-        self, spec: ModelSpec, prefix: tuple[int, ...], ids: tuple[int, ...]
-    ) -> list[ChunkVariant]:
+    def variants(self, spec: ModelSpec, prefix: TokenIds, ids: TokenIds) -> list[ChunkVariant]:
         found = self._chunks.beginning_with(self._tenant, variant_key(prefix, ids))
         return [own for own in found if isinstance(own, ChunkVariant)]
 
-    def add_variant(
-        self, prefix: tuple[int, ...], ids: tuple[int, ...], variant: ChunkVariant
-    ) -> None:
+    def add_variant(self, prefix: TokenIds, ids: TokenIds, variant: ChunkVariant) -> None:
         key = variant_key(prefix, ids, variant.profile.before)
         self._chunks.keep(self._tenant, key, variant, len(ids))
 
@@ -242,27 +233,23 @@ class TenantChunks(ChunkSource):
     def state_layers(self) -> tuple[int, ...]:
         return self._chunks.state_layers
 
-    def states(
-        self, spec: ModelSpec, prefix: tuple[int, ...], ids: tuple[int, ...]
-    ) -> ChunkStates | None:
+    def states(self, spec: ModelSpec, prefix: TokenIds, ids: TokenIds) -> ChunkStates | None:
         found = self._chunks.beginning_with(self._tenant, (STATES, prefix, ids))
         own = found[0] if found else None
         return own.to(spec.device) if isinstance(own, ChunkStates) else None
 
-    def add_states(
-        self, prefix: tuple[int, ...], ids: tuple[int, ...], states: ChunkStates
-    ) -> None:
+    def add_states(self, prefix: TokenIds, ids: TokenIds, states: ChunkStates) -> None:
         chunk = self._chunks.name(self._tenant, prefix + ids)
         if chunk:  # there was room for it
             self._chunks.keep(self._tenant, (STATES, prefix, ids), states, len(ids), chunk)
 
-    def anchors(self, spec: ModelSpec, prefix: tuple[int, ...], index: int) -> list[ChunkAnchor]:
+    def anchors(self, spec: ModelSpec, prefix: TokenIds, index: int) -> list[ChunkAnchor]:
         found = self._chunks.beginning_with(self._tenant, anchor_key(prefix, index))
         changes = [own for own in found if isinstance(own, ChunkChange)]
         bases = [self._chunks.find(self._tenant, prefix, own.ids) for own in changes]
         return anchors_of(changes, bases)
 
-    def add_anchor(self, prefix: tuple[int, ...], index: int, anchor: ChunkAnchor) -> None:
+    def add_anchor(self, prefix: TokenIds, index: int, anchor: ChunkAnchor) -> None:
         base = self._chunks.name(self._tenant, prefix + anchor.ids)
         if not base:  # there was no room for it
             return

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from larder.core.session_name import branch_name, root_name
+from larder.core.types import TokenIds
 from larder.server.api_errors import (
     invalid_request,
     session_busy,
@@ -182,7 +183,7 @@ class SessionIndex:
         return [each.name for each in family if each.name != name]
 
     def find_shared_prefix(
-        self, session: SessionState, prompt_tokens: tuple[int, ...]
+        self, session: SessionState, prompt_tokens: TokenIds
     ) -> SessionState | None:
         """Another session of the tenant with the longest common prefix in its cache.
 

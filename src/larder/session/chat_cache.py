@@ -17,6 +17,7 @@ from larder.cache.sequence import SequenceCache
 from larder.core.conversation import PromptLayout
 from larder.core.observation import Prompts
 from larder.core.spec import ModelSpec
+from larder.core.types import TokenIds
 from larder.prefill.base import Progress, Steps, no_progress, run_steps
 from larder.prefill.memory import PeakMemoryMeter
 from larder.prefill.reader import PrefillSequence
@@ -97,7 +98,7 @@ class ChatCache:
             return self._active_turn(number, cache, match)
         return self._active_turn(number, cache.fork(), match, cache)
 
-    def open_turn_prefilled(self, turn: ActiveTurn, ids: tuple[int, ...]) -> Steps[ActiveTurn]:
+    def open_turn_prefilled(self, turn: ActiveTurn, ids: TokenIds) -> Steps[ActiveTurn]:
         """Reopen a turn over a copy that has prefilled the beginning of its message."""
         policy, saved = self.state.memory.policy, self.caches.activate(turn.number)
         cache = turn.cache if turn.is_copy else saved.fork()

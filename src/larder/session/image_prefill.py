@@ -14,6 +14,7 @@ from larder.core.arguments import check_type
 from larder.core.errors import BadParameter, InputError, UsageError
 from larder.core.images import ImageSpans
 from larder.core.observation import Prompts
+from larder.core.types import TokenIds
 from larder.models.processor import MergedText, merge_images
 from larder.prefill.base import Progress, run_steps
 from larder.prefill.memory import PeakMemoryMeter
@@ -122,7 +123,7 @@ class ImagePrefill:
 
 
 def check_images(
-    policy: Policy, ids: tuple[int, ...], images: ImageSpans, start: int, prompts: Prompts
+    policy: Policy, ids: TokenIds, images: ImageSpans, start: int, prompts: Prompts
 ) -> None:
     """Check that a policy can read a text with images, whose tokens ids do not tell.
 

@@ -14,6 +14,8 @@ from larder.core.conversation import Conversation, PromptLayout
 from larder.core.errors import UsageError
 from larder.core.memory_budget import MemoryBudget
 from larder.core.observation import Calibration, Prompts
+from larder.core.plan import LayerQuotas
+from larder.core.types import TokenIds
 from larder.models.decoder import Decoder
 from larder.models.introspection import weight_inputs
 from larder.policy.budgets.unlimited import WITHOUT_LIMIT
@@ -206,7 +208,7 @@ def prompts_per_cache(runtime: ModelRuntime, router: Router, prompts: Prompts) -
 def build_caches(
     runtime: ModelRuntime,
     policy: Policy,
-    ids: tuple[int, ...],
+    ids: TokenIds,
     prompt_sets: Sequence[Prompts],
     meter: PeakMemoryMeter,
 ) -> SessionCaches:
@@ -217,7 +219,7 @@ def build_caches(
 def build_caches_steps(
     runtime: ModelRuntime,
     policy: Policy,
-    ids: tuple[int, ...],
+    ids: TokenIds,
     prompt_sets: Sequence[Prompts],
     meter: PeakMemoryMeter,
     turn_ends: tuple[int, ...] = (),
@@ -319,7 +321,7 @@ def decode_planner(
     )
 
 
-def _generation_start(cache: SequenceCache, quotas: Mapping[int, int]) -> int:
+def _generation_start(cache: SequenceCache, quotas: LayerQuotas) -> int:
     """True position of the first token that counts as generated.
 
     The next one; the first of all where earlier turns filled more than the share of reading. Then

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 
 from larder.core.errors import BadParameter, BudgetError, TenantBudgetError
 
@@ -80,12 +80,7 @@ class Reservation:
     def __enter__(self) -> Reservation:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 

@@ -19,6 +19,7 @@ from larder.cache.table_file import CARD
 from larder.core.errors import ModelError
 from larder.core.family import Family, public_name
 from larder.core.spec import LayerSpec, ModelSpec
+from larder.core.types import NamedTensors
 from larder.models.learned_weights import (
     SUFFIX,
     Card,
@@ -125,7 +126,7 @@ def read_layer(method: Method, shards: Sequence[Shard], index: int) -> LayerData
 
 def fit_by_gradient(
     tensors: dict[str, Tensor],
-    loss: Callable[[Mapping[str, Tensor], Tensor], Tensor],
+    loss: Callable[[NamedTensors, Tensor], Tensor],
     batches: Callable[[torch.Generator], Sequence[Tensor]],
     *,
     epochs: int,
@@ -153,7 +154,7 @@ def fit_by_gradient(
     return {name: tensor.detach() for name, tensor in fitted.items()}
 
 
-def _check_finite(fitted: Mapping[str, Tensor], method: Method, layer: LayerSpec) -> None:
+def _check_finite(fitted: NamedTensors, method: Method, layer: LayerSpec) -> None:
     if not all(bool(tensor.isfinite().all()) for tensor in fitted.values()):
         raise ModelError(
             f"Training {public_name(type(method))} diverged in layer {layer.index}: take another "

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 
 from larder.core.errors import BadParameter, ModelError
 from larder.core.home import home
+from larder.core.types import TokenIds
 from larder.models.activation_hooks import forward_hooks
 from larder.models.attention_backend import AttentionInputs, CausalAttention
 from larder.models.decoder import Decoder
@@ -74,7 +75,7 @@ class CopyPass:
     copy: int
 
     @staticmethod
-    def of(block: tuple[int, ...], request: tuple[int, ...]) -> CopyPass:
+    def of(block: TokenIds, request: TokenIds) -> CopyPass:
         """Pass of the scorer `reconstruct` over a text that is read whole."""
         [scratch] = Reconstruct(chunk=len(block)).scratch(block, 0, {"repeat": request})
         return CopyPass(block + scratch.ids, len(block), len(block) + len(request))
@@ -290,7 +291,7 @@ def _is_of(path: Path, passage: Passage) -> bool:
         return False
 
 
-def _write_shard(path: Path, decoder: Decoder, passage: Passage, request: tuple[int, ...]) -> None:
+def _write_shard(path: Path, decoder: Decoder, passage: Passage, request: TokenIds) -> None:
     found = label_layers(decoder, CopyPass.of(passage.ids, request))
     tensors = {
         f"{name}.{layer}": tensor.contiguous()

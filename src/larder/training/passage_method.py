@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from larder.core.errors import BadParameter, ModelError
 from larder.core.family import Family, public_name
 from larder.core.spec import LayerSpec
+from larder.core.types import NamedTensors, TensorShapes
 from larder.models.attention_backend import LayerAttention, RenumberedAttention
 from larder.models.decoder import Decoder
 from larder.models.introspection import call_uncached
@@ -83,9 +84,7 @@ class PassageMethod(ABC):
         """Metrics on passages that were not trained on."""
 
     @abstractmethod
-    def shapes(
-        self, layer: LayerSpec, width: int, tensors: Mapping[str, Tensor]
-    ) -> Mapping[str, tuple[int, ...]]:
+    def shapes(self, layer: LayerSpec, width: int, tensors: NamedTensors) -> TensorShapes:
         """Shape that each tensor of a layer must have, as of `GateProvider.shapes`."""
 
 

@@ -136,9 +136,7 @@ def _too_little(layers: Sequence[FitLayer], fixed: int, allowed: float) -> Budge
     )
 
 
-def _with_held_components(
-    layers: Sequence[FitLayer],
-) -> tuple[list[FitLayer], list[FitLayer]]:
+def _with_held_components(layers: Sequence[FitLayer]) -> tuple[list[FitLayer], list[FitLayer]]:
     """First layers, which keep their components, and the others."""
     left, held = HELD_BYTES, list[FitLayer]()
     for layer in layers:

@@ -17,7 +17,7 @@ from larder.cache.new_tokens import NewTokens
 from larder.cache.spec import CacheSpec, LayerOptions
 from larder.core.errors import CacheError
 from larder.core.observation import Entries
-from larder.core.plan import Plan, StepRule
+from larder.core.plan import LayerPlans, Plan, StepRule
 from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.types import Keys, Mode, Positions, Queries, Values
 from larder.ops.attention import (
@@ -138,7 +138,7 @@ class CacheLayer(DivisibleStorage, TensorOwner):
         del layers, spec
 
     @classmethod
-    def fit_plans(cls, layers: Sequence[CacheLayer], plans: Mapping[int, Plan]) -> dict[int, Plan]:
+    def fit_plans(cls, layers: Sequence[CacheLayer], plans: Mapping[int, Plan]) -> LayerPlans:
         """Plans of several layers with what must be found for all of them together.
 
         Args:

@@ -35,7 +35,7 @@ from larder.core.errors import CacheError, MissingWeights
 from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.spec import LayerSpec, ModelSpec
-from larder.core.types import Queries
+from larder.core.types import Queries, TensorShapes
 from larder.ops.low_rank_attention import (
     RANK,
     STATE_DTYPE,
@@ -91,7 +91,7 @@ class LowRankMaps:
         return LowRankMaps(**{name: tensor.to(device) for name, tensor in self.tensors().items()})
 
     @staticmethod
-    def shapes(layer: LayerSpec, inner: int) -> dict[str, tuple[int, ...]]:
+    def shapes(layer: LayerSpec, inner: int) -> TensorShapes:
         """Shape of each tensor of a layer.
 
         Args:

@@ -32,7 +32,7 @@ from larder.cache.validation import check_kept, check_single_precision, tokens_k
 from larder.core.codec import ResidualSpec
 from larder.core.errors import CacheError
 from larder.core.observation import Entries
-from larder.core.plan import Plan
+from larder.core.plan import LayerPlans, Plan
 from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.types import Keys, Positions, Queries, Values
 from larder.ops.attention import ragged_attention
@@ -93,7 +93,7 @@ class ResidualLayer(MixedLayer):
             layer._below, layer._is_last = below, layer is own[-1]
 
     @classmethod
-    def fit_plans(cls, layers: Sequence[CacheLayer], plans: Mapping[int, Plan]) -> dict[int, Plan]:
+    def fit_plans(cls, layers: Sequence[CacheLayer], plans: Mapping[int, Plan]) -> LayerPlans:
         """Plans, checked to keep the same tokens in all heads of all layers.
 
         Raises:

@@ -43,7 +43,7 @@ from larder.cache.validation import check_kept
 from larder.core.codec import NUM_TIERS, TIER_GRADE
 from larder.core.errors import CacheError
 from larder.core.observation import Entries
-from larder.core.plan import Plan
+from larder.core.plan import LayerPlans, Plan
 from larder.core.spec import POSITION_BYTES, LayerSpec, ModelSpec
 from larder.core.types import Keys, Positions, Queries, Values
 from larder.ops.attention import merge_attention, ragged_attention
@@ -292,7 +292,7 @@ class TransformLayer(MixedLayer):
         self._hold(tier)
 
     @classmethod
-    def fit_plans(cls, layers: Sequence[CacheLayer], plans: Mapping[int, Plan]) -> dict[int, Plan]:
+    def fit_plans(cls, layers: Sequence[CacheLayer], plans: Mapping[int, Plan]) -> LayerPlans:
         owned = {index: (store_of(layers[index]), plan) for index, plan in plans.items()}
         fitted = {
             i: pair for i, pair in owned.items() if pair[1].allowed_bytes and pair[1].grades.any()

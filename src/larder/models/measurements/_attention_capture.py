@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from larder.core.types import TokenIds
 from larder.models.attention_backend import AttentionInputs, CausalAttention
 from larder.models.decoder import Decoder
 from larder.ops.attention import cap_logits
@@ -55,7 +56,7 @@ def head_maxima(numbers: Float[Tensor, " H"], inputs: AttentionInputs) -> list[f
 
 
 def measure_layers(
-    decoder: Decoder, ids: tuple[int, ...], measure: Callable[[AttentionInputs], list[float]]
+    decoder: Decoder, ids: TokenIds, measure: Callable[[AttentionInputs], list[float]]
 ) -> tuple[float, ...]:
     """Numbers of all managed layers for a text, in layer order.
 

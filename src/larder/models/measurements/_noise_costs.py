@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.cache.transform_tables import KEYS, TransformTables
-from larder.core.types import Queries
+from larder.core.types import HiddenStates, Queries
 from larder.models.attention_backend import AttentionInputs, CausalAttention, RenumberedAttention
 from larder.models.decoder import Decoder
 from larder.models.introspection import call_uncached
@@ -148,8 +148,8 @@ def cost_weights(costs: Mapping[int, Float[Tensor, "2 K"]]) -> dict[int, Float[T
 
 
 def _likelihood_gradient(
-    head: LMHead, states: Float[Tensor, "Q hidden"], source: torch.Generator
-) -> Float[Tensor, "Q hidden"]:
+    head: LMHead, states: HiddenStates, source: torch.Generator
+) -> HiddenStates:
     """Gradient, by hidden states, of the log-likelihood of tokens drawn behind them."""
     found = list[Tensor]()
     for rows in states.split(CHUNK_ROWS):

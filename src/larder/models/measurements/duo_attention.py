@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from larder.core.spec import LayerSpec
+from larder.core.types import TensorShapes
 from larder.models.decoder import Decoder
 from larder.models.learned_weights import load_learned
 from larder.models.measurements.base import Granularity, Measurement, SampleText
@@ -36,9 +37,7 @@ class TrainedGates(Measurement):
         learned = load_learned(decoder.spec, NAME, self)
         return tuple(gate for layer in learned.layers for gate in layer[GATES].tolist())
 
-    def shapes(
-        self, layer: LayerSpec, width: int, tensors: Mapping[str, Tensor]
-    ) -> dict[str, tuple[int, ...]]:
+    def shapes(self, layer: LayerSpec, width: int, tensors: Mapping[str, Tensor]) -> TensorShapes:
         """Shape of the tensor of a layer, as of `GateProvider.shapes`."""
         return {GATES: (layer.kv_heads,)}
 

@@ -103,9 +103,7 @@ def layer_levels(tables: TransformTables, own: GradedNumbers, bits: int) -> Floa
     return torch.from_numpy(np.stack(found)).float()
 
 
-def normalized_values(
-    values: Float[ndarray, "N D"],
-) -> tuple[Float[ndarray, "N D"], ndarray]:
+def normalized_values(values: Float[ndarray, "N D"]) -> tuple[Float[ndarray, "N D"], ndarray]:
     """Values in [-1, 1], and the mask of their numbers that are no outliers."""
     channels = outlier_channels(values, value_outliers(OUTLIERS, values.shape[1]))
     middles, halves = inner_ranges(values, channels).astype(np.float32).T[..., None]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from larder.core.errors import BadParameter
 from larder.core.progress import Progress, no_progress
-from larder.core.types import Keys, Queries
+from larder.core.types import Keys, Queries, TokenIds
 from larder.models.attention_backend import AttentionInputs
 from larder.models.decoder import Decoder
 from larder.models.measurements.base import Granularity, Measurement, SampleText
@@ -71,10 +71,7 @@ def causal_mask(rows: Int[Tensor, " Q"], columns: Int[Tensor, " S"]) -> Bool[Ten
 
 
 def layer_similarities(
-    decoder: Decoder,
-    ids: tuple[int, ...],
-    profile: SensitivityProfile,
-    progress: Progress = no_progress,
+    decoder: Decoder, ids: TokenIds, profile: SensitivityProfile, progress: Progress = no_progress
 ) -> tuple[float, ...]:
     """Sigma of every managed layer: mean cosine of its keys with and without the mask.
 

@@ -25,6 +25,7 @@ from larder.cache.transform_tables import KEYS, VALUES, TransformTables, state_o
 from larder.core.codec import RopeStage
 from larder.core.errors import BadParameter, ModelError
 from larder.core.spec import LayerSpec
+from larder.core.types import TokenIds
 from larder.models.attention_backend import AttentionInputs, CausalAttention
 from larder.models.decoder import Decoder
 from larder.models.introspection import weight_inputs
@@ -90,7 +91,7 @@ class TransformMeasurement(TableMeasurement):
         return state_of(self._scaled(decoder, ids[: self.cost_tokens], plain))
 
     def _scaled(
-        self, decoder: Decoder, ids: tuple[int, ...], plain: dict[int, TransformTables]
+        self, decoder: Decoder, ids: TokenIds, plain: dict[int, TransformTables]
     ) -> dict[int, TransformTables]:
         """Tables with components in which noise costs the same."""
         from larder.models.measurements._noise_costs import cost_weights, noise_costs

@@ -131,10 +131,7 @@ class LayerRows:
         return queries, keys, values
 
     def take_step(
-        self,
-        layers: Sequence[LayerPointers],
-        tabulate: StepTableMaker,
-        scalings: Sequence[float],
+        self, layers: Sequence[LayerPointers], tabulate: StepTableMaker, scalings: Sequence[float]
     ) -> list[LayerSides]:
         """Append each row to the storages of every layer, and pass the states through all of them.
 

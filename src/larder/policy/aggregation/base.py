@@ -8,6 +8,8 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
+from larder.core.types import WeightChunk
+
 
 class Aggregation(ABC):
     """Reduction of the softmax weights of many queries of a query head to one number per entry.
@@ -28,9 +30,7 @@ class Aggregation(ABC):
         return (like.new_zeros(like.shape),)
 
     @abstractmethod
-    def fold(
-        self, state: tuple[Tensor, ...], weights: Float[Tensor, "R c S"], first: int, total: int
-    ) -> None:
+    def fold(self, state: tuple[Tensor, ...], weights: WeightChunk, first: int, total: int) -> None:
         """Fold c more queries into the state, in place.
 
         Args:

@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.core.arguments import require
+from larder.core.types import WeightChunk
 from larder.ops.pooling import running_mean
 from larder.policy.aggregation.max import Max
 
@@ -37,9 +38,7 @@ class Defensive(Max):
     def __post_init__(self) -> None:
         require(self.kernel >= 1 and self.kernel % 2 == 1, "defensive.kernel", "odd", self.kernel)
 
-    def fold(
-        self, state: tuple[Tensor, ...], weights: Float[Tensor, "R c S"], first: int, total: int
-    ) -> None:
+    def fold(self, state: tuple[Tensor, ...], weights: WeightChunk, first: int, total: int) -> None:
         smooth = running_mean(weights, self.kernel)
         sums = smooth.sum(-1, keepdim=True).clamp(min=torch.finfo(smooth.dtype).tiny)
         super().fold(state, smooth * (weights.sum(-1, keepdim=True) / sums), first, total)

@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.core.arguments import require
+from larder.core.types import WeightChunk
 from larder.policy.aggregation.base import Aggregation
 
 
@@ -32,9 +33,7 @@ class Ema(Aggregation):
     def __post_init__(self) -> None:
         require(0 <= self.beta <= 1, "ema.beta", "a fraction in [0, 1]", self.beta)
 
-    def fold(
-        self, state: tuple[Tensor, ...], weights: Float[Tensor, "R c S"], first: int, total: int
-    ) -> None:
+    def fold(self, state: tuple[Tensor, ...], weights: WeightChunk, first: int, total: int) -> None:
         fresh = weights.shape[1]
         joined = torch.einsum("c,rcs->rs", self._factors(fresh, weights), weights)
         state[0].mul_(self.beta**fresh).add_(joined)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
+from larder.core.types import WeightChunk
 from larder.policy.aggregation.base import Aggregation
 
 
@@ -19,9 +19,7 @@ from larder.policy.aggregation.base import Aggregation
 class Max(Aggregation):
     """Maximum over queries."""
 
-    def fold(
-        self, state: tuple[Tensor, ...], weights: Float[Tensor, "R c S"], first: int, total: int
-    ) -> None:
+    def fold(self, state: tuple[Tensor, ...], weights: WeightChunk, first: int, total: int) -> None:
         torch.maximum(state[0], weights.amax(1), out=state[0])
 
 

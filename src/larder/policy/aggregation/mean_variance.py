@@ -17,6 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.core.arguments import require
+from larder.core.types import WeightChunk
 from larder.policy.aggregation.base import Aggregation
 
 
@@ -42,9 +43,7 @@ class MeanVariance(Aggregation):
         """The mean, and the sum of squared deviations from it."""
         return like.new_zeros(like.shape), like.new_zeros(like.shape)
 
-    def fold(
-        self, state: tuple[Tensor, ...], weights: Float[Tensor, "R c S"], first: int, total: int
-    ) -> None:
+    def fold(self, state: tuple[Tensor, ...], weights: WeightChunk, first: int, total: int) -> None:
         mean, deviations = state
         fresh = weights.shape[1]
         variance, its_mean = torch.var_mean(weights, 1, correction=0)

@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from larder.core.arguments import require
+from larder.core.types import WeightChunk
 from larder.policy.aggregation.mean import Mean
 
 
@@ -31,9 +31,7 @@ class RisingMean(Mean):
     def __post_init__(self) -> None:
         require(self.last > 0, "rising_mean.last", "above 0", self.last)
 
-    def fold(
-        self, state: tuple[Tensor, ...], weights: Float[Tensor, "R c S"], first: int, total: int
-    ) -> None:
+    def fold(self, state: tuple[Tensor, ...], weights: WeightChunk, first: int, total: int) -> None:
         positions = torch.arange(first, first + weights.shape[1], device=weights.device)
         factors = 1 + (self.last - 1) * positions / max(total - 1, 1)
         state[0].add_(torch.einsum("c,rcs->rs", factors.to(weights.dtype), weights))

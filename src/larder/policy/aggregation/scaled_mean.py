@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from larder.core.types import WeightChunk
 from larder.policy.aggregation.mean import Mean
 
 
@@ -25,9 +26,7 @@ class ScaledMean(Mean):
 
     depends_on_visible_count = True
 
-    def fold(
-        self, state: tuple[Tensor, ...], weights: Float[Tensor, "R c S"], first: int, total: int
-    ) -> None:
+    def fold(self, state: tuple[Tensor, ...], weights: WeightChunk, first: int, total: int) -> None:
         seen = (weights > 0).sum(-1, dtype=torch.float32)  # [R, c]
         state[0].add_(torch.einsum("rc,rcs->rs", seen, weights))
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
+from larder.core.types import WeightChunk
 from larder.policy.aggregation.base import Aggregation
 
 
@@ -18,9 +19,7 @@ from larder.policy.aggregation.base import Aggregation
 class Sum(Aggregation):
     """Sum over queries."""
 
-    def fold(
-        self, state: tuple[Tensor, ...], weights: Float[Tensor, "R c S"], first: int, total: int
-    ) -> None:
+    def fold(self, state: tuple[Tensor, ...], weights: WeightChunk, first: int, total: int) -> None:
         state[0].add_(weights[:, 0] if weights.shape[1] == 1 else weights.sum(1))
 
     def single_query(self, weights: Float[Tensor, "R S"]) -> Float[Tensor, "R S"]:

@@ -9,14 +9,13 @@ compete for what is left, and the sum is exact. `pooled` is the same without a f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
 from larder.core.arguments import require
-from larder.core.observation import LayerScores
-from larder.core.plan import Plan
+from larder.core.observation import LayerScores, ScoredLayers
+from larder.core.plan import LayerPlans, LayerQuotas, Plan
 from larder.policy.budgets._selection import top_k_per_head, top_k_per_layer
 from larder.policy.budgets.base import Budget
 
@@ -36,9 +35,7 @@ class Ada(Budget):
         super().__post_init__()
         require(0 <= self.safeguard <= 1, "ada.safeguard", "in [0, 1]", self.safeguard)
 
-    def choose(
-        self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
-    ) -> dict[int, Plan]:
+    def choose(self, ready: ScoredLayers, quotas: LayerQuotas) -> LayerPlans:
         return {index: self._of_layer(scored, quotas[index]) for index, scored in ready.items()}
 
     def _of_layer(self, scored: LayerScores, tokens: int) -> Plan:

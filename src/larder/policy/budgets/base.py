@@ -13,9 +13,9 @@ from torch import Tensor
 from larder.core.arguments import require
 from larder.core.errors import BadParameter
 from larder.core.family import public_name
-from larder.core.observation import Calibration, LayerScores, Observation
+from larder.core.observation import Calibration, Observation, ScoredLayers
 from larder.core.part import PolicyPart
-from larder.core.plan import Plan, StepQuota
+from larder.core.plan import LayerPlans, LayerQuotas, StepQuota
 from larder.core.types import Packed, PackedMask
 
 
@@ -90,7 +90,7 @@ class Budget(PolicyPart, ABC):
         """
         return ()
 
-    def is_plan_due(self, lengths: Mapping[int, int], allowed: Mapping[int, int]) -> bool:
+    def is_plan_due(self, lengths: LayerQuotas, allowed: LayerQuotas) -> bool:
         """True if a plan is due during decode.
 
         Args:
@@ -114,9 +114,7 @@ class Budget(PolicyPart, ABC):
         del scalars, quota, tokens
 
     @abstractmethod
-    def choose(
-        self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
-    ) -> dict[int, Plan]:
+    def choose(self, ready: ScoredLayers, quotas: LayerQuotas) -> LayerPlans:
         """Plans for the scored layers that can be decided now.
 
         Args:
@@ -132,13 +130,9 @@ class CrossLayerBudget(Budget):
 
     has_shared_pool = True
 
-    def choose(
-        self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
-    ) -> dict[int, Plan]:
+    def choose(self, ready: ScoredLayers, quotas: LayerQuotas) -> LayerPlans:
         return {} if len(ready) < len(quotas) else self._choose(dict(sorted(ready.items())), quotas)
 
     @abstractmethod
-    def _choose(
-        self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
-    ) -> dict[int, Plan]:
+    def _choose(self, ready: ScoredLayers, quotas: LayerQuotas) -> LayerPlans:
         """Plans for all layers, given in order of their indices."""

@@ -16,7 +16,6 @@ heads as the narrowest so far. While text is generated a layer keeps the share i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,10 +23,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.core.arguments import require
-from larder.core.observation import LayerScores, Observation, Phase
+from larder.core.observation import Observation, Phase, ScoredLayers
 from larder.core.part import Ledger
-from larder.core.plan import Plan
-from larder.core.types import Packed
+from larder.core.plan import LayerPlans, LayerQuotas
+from larder.core.types import Packed, WeightChunk
 from larder.ops.apportionment import apportion
 from larder.policy.aggregation.mean_variance import MeanVariance
 from larder.policy.attention_reduction import check_taus, gather_last_queries, sum_statistics
@@ -74,9 +73,7 @@ class Cake(Budget):
         entropy, variance = _dispersion(observation, self.window)
         return (entropy ** (1 / self.tau1) * variance ** (1 / self.tau2),)
 
-    def choose(
-        self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
-    ) -> dict[int, Plan]:
+    def choose(self, ready: ScoredLayers, quotas: LayerQuotas) -> LayerPlans:
         """Plans for layers that lose something, and for the newest."""
         judged = {index: scored for index, scored in ready.items() if not scored.measure}
         shares = {
@@ -91,7 +88,7 @@ class Cake(Budget):
         fresh = {index: scored for index, scored in ready.items() if scored.measure}
         return plans | self._cut(fresh, quotas)
 
-    def _cut(self, fresh: Mapping[int, LayerScores], quotas: Mapping[int, int]) -> dict[int, Plan]:
+    def _cut(self, fresh: ScoredLayers, quotas: LayerQuotas) -> LayerPlans:
         """Plans for the layers scored so far, which share the capacity of all."""
         if not fresh:
             return {}
@@ -116,9 +113,7 @@ class _EntropyVariance:
     def start(self, like: Float[Tensor, "R S"]) -> tuple[Tensor, ...]:
         return (like.new_zeros(like.shape), *MOMENTS.start(like))
 
-    def fold(
-        self, state: tuple[Tensor, ...], weights: Float[Tensor, "R c S"], first: int, total: int
-    ) -> None:
+    def fold(self, state: tuple[Tensor, ...], weights: WeightChunk, first: int, total: int) -> None:
         state[0].sub_(torch.xlogy(weights, weights).sum(1))
         MOMENTS.fold(state[1:], weights, first, total)
 

@@ -14,15 +14,14 @@ layers must mean the same, as for `global`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from larder.core.observation import LayerScores
-from larder.core.plan import Plan
+from larder.core.observation import LayerScores, ScoredLayers
+from larder.core.plan import LayerPlans, LayerQuotas
 from larder.policy.budgets._selection import top_k_per_head
 from larder.policy.budgets.base import CrossLayerBudget
 
@@ -35,9 +34,7 @@ class Composite(CrossLayerBudget):
         tokens: entries per kv head, on average over the model.
     """
 
-    def _choose(
-        self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
-    ) -> dict[int, Plan]:
+    def _choose(self, ready: ScoredLayers, quotas: LayerQuotas) -> LayerPlans:
         total = sum(quotas[index] * len(scored.lengths) for index, scored in ready.items())
         rows = [_rows(scored) for scored in ready.values()]
         worth, sizes = (

@@ -11,7 +11,6 @@ repeat: the noise follows from seed, layer and head. How the paper seeds is not 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,8 +18,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.core.arguments import require
-from larder.core.observation import LayerScores
-from larder.core.plan import Plan
+from larder.core.observation import LayerScores, ScoredLayers
+from larder.core.plan import LayerPlans, LayerQuotas, Plan
 from larder.policy.budgets._selection import top_k_per_head
 from larder.policy.budgets.base import Budget
 
@@ -41,9 +40,7 @@ class Drawn(Budget):
         super().__post_init__()
         require(0 <= self.share <= 1, "drawn.share", "in [0, 1]", self.share)
 
-    def choose(
-        self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
-    ) -> dict[int, Plan]:
+    def choose(self, ready: ScoredLayers, quotas: LayerQuotas) -> LayerPlans:
         return {index: self._of_layer(index, each, quotas[index]) for index, each in ready.items()}
 
     def _of_layer(self, index: int, scored: LayerScores, tokens: int) -> Plan:

@@ -16,14 +16,14 @@ and `least` is a floor. Scores of different layers must mean the same, as for `g
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from larder.core.arguments import require
-from larder.core.observation import LayerScores
-from larder.core.plan import Plan
+from larder.core.observation import LayerScores, ScoredLayers
+from larder.core.plan import LayerPlans, LayerQuotas
 from larder.ops.apportionment import apportion
 from larder.ops.topk import top_mask
 from larder.policy.budgets._selection import min_entries, top_k_even
@@ -53,9 +53,7 @@ class Dynamic(Budget):
         require(1 <= self.most < math.inf, "dynamic.most", "1 or more", self.most)
         require(self.every >= 1, "dynamic.every", "at least 1 layer", self.every)
 
-    def choose(
-        self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
-    ) -> dict[int, Plan]:
+    def choose(self, ready: ScoredLayers, quotas: LayerQuotas) -> LayerPlans:
         """Plans for all layers so far where these are cut, else for the newest."""
         layers = sorted(ready)
         if len(ready) % self.every and len(ready) < len(quotas):
@@ -66,7 +64,7 @@ class Dynamic(Budget):
         return {i: top_k_even(ready[i], size) for i, size in zip(layers, sizes, strict=True)}
 
     def _sizes(
-        self, judged: Sequence[LayerScores], layers: Sequence[int], quotas: Mapping[int, int]
+        self, judged: Sequence[LayerScores], layers: Sequence[int], quotas: LayerQuotas
     ) -> Sequence[int]:
         """Entries of each layer so far, all heads together; they share the room of all layers."""
         heads = {i: len(scored.lengths) for i, scored in zip(layers, judged, strict=True)}

@@ -9,15 +9,14 @@ is not used.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from larder.core.observation import LayerScores
-from larder.core.plan import Plan
+from larder.core.observation import LayerScores, ScoredLayers
+from larder.core.plan import LayerPlans, LayerQuotas, Plan
 from larder.policy.budgets._selection import top_k_per_head
 from larder.policy.budgets.base import Budget
 
@@ -26,9 +25,7 @@ from larder.policy.budgets.base import Budget
 class Entire(Budget):
     """The same number of entries for every head at most, in whole units."""
 
-    def choose(
-        self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
-    ) -> dict[int, Plan]:
+    def choose(self, ready: ScoredLayers, quotas: LayerQuotas) -> LayerPlans:
         return {index: _of_layer(scored, quotas[index]) for index, scored in ready.items()}
 
 

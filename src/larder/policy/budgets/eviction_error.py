@@ -12,12 +12,11 @@ The code cuts what exceeds the cap off; here it goes to the other layers, and th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from larder.core.arguments import require
-from larder.core.observation import Calibration, LayerScores
-from larder.core.plan import Plan
+from larder.core.observation import Calibration, ScoredLayers
+from larder.core.plan import LayerPlans, LayerQuotas
 from larder.ops.apportionment import apportion
 from larder.policy.budgets._selection import top_k_per_head
 from larder.policy.budgets.base import Budget
@@ -52,9 +51,7 @@ class EvictionError(Budget):
         parts = apportion(layers * (tokens - floor), calibration["eviction_error"], 0, room)
         return tuple(floor + part for part in parts)
 
-    def choose(
-        self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
-    ) -> dict[int, Plan]:
+    def choose(self, ready: ScoredLayers, quotas: LayerQuotas) -> LayerPlans:
         return {index: top_k_per_head(scored, quotas[index]) for index, scored in ready.items()}
 
 

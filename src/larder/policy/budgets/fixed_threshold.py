@@ -10,13 +10,12 @@ is generated, when the size is exceeded.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from larder.core.observation import LayerScores
-from larder.core.plan import Plan
+from larder.core.observation import ScoredLayers
+from larder.core.plan import LayerPlans, LayerQuotas, Plan
 from larder.ops.topk import top_mask
 from larder.policy.budgets.base import CrossLayerBudget
 
@@ -33,9 +32,7 @@ class FixedThreshold(CrossLayerBudget):
     score: float = 0.5
     cuts_within_size = True
 
-    def _choose(
-        self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
-    ) -> dict[int, Plan]:
+    def _choose(self, ready: ScoredLayers, quotas: LayerQuotas) -> LayerPlans:
         ranked = [scored.ranked() for scored in ready.values()]
         packed = torch.cat(ranked)
         count = sum(quotas[index] * len(scored.lengths) for index, scored in ready.items())

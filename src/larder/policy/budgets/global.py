@@ -7,13 +7,12 @@ same for this to make sense: softmax weights do, cosines hardly.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from larder.core.observation import LayerScores
-from larder.core.plan import Plan
+from larder.core.observation import ScoredLayers
+from larder.core.plan import LayerPlans, LayerQuotas, Plan
 from larder.ops.topk import top_mask
 from larder.policy.budgets.base import CrossLayerBudget
 
@@ -26,9 +25,7 @@ class Global(CrossLayerBudget):
         tokens: entries per kv head, on average over the model.
     """
 
-    def _choose(
-        self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
-    ) -> dict[int, Plan]:
+    def _choose(self, ready: ScoredLayers, quotas: LayerQuotas) -> LayerPlans:
         ranked = [scored.ranked() for scored in ready.values()]
         count = sum(quotas[index] * len(scored.lengths) for index, scored in ready.items())
         marks = torch.split(top_mask(torch.cat(ranked), count), [len(part) for part in ranked])

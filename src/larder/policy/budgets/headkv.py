@@ -17,13 +17,12 @@ other layers.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
 from larder.core.arguments import require
-from larder.core.observation import Calibration, LayerScores
-from larder.core.plan import Plan
+from larder.core.observation import Calibration, ScoredLayers
+from larder.core.plan import LayerPlans, LayerQuotas, Plan
 from larder.ops.apportionment import apportion
 from larder.policy.budgets._selection import top_k_by_head_weight
 from larder.policy.budgets.base import Budget
@@ -78,9 +77,7 @@ class HeadKV(Budget):
         """Base of every head, of `mean` entries beside the protected ones."""
         return mean - int(mean // self.beta)
 
-    def choose(
-        self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
-    ) -> dict[int, Plan]:
+    def choose(self, ready: ScoredLayers, quotas: LayerQuotas) -> LayerPlans:
         average = sum(quotas.values()) / len(quotas)
         plans: dict[int, Plan] = {}
         for index, scored in ready.items():

@@ -42,9 +42,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.core.errors import BadParameter
-from larder.core.observation import LayerScores, Observation, Phase
+from larder.core.observation import LayerScores, Observation, Phase, ScoredLayers
 from larder.core.part import Ledger
-from larder.core.plan import Plan, StepQuota
+from larder.core.plan import LayerPlans, LayerQuotas, Plan, StepQuota
 from larder.core.types import Packed, Variant
 from larder.ops.apportionment import apportion
 from larder.policy.aggregation.sum import Sum
@@ -131,9 +131,7 @@ class InverseVariance(Budget):
         count = share_of_quota(share, quota)
         return StepQuota(max(count, 0), count)
 
-    def choose(
-        self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
-    ) -> dict[int, Plan]:
+    def choose(self, ready: ScoredLayers, quotas: LayerQuotas) -> LayerPlans:
         judged = {index: scored for index, scored in ready.items() if not scored.measure}
         plans = {
             index: _top_k(scored, entries_from_share(scored, quotas[index]))
@@ -151,7 +149,7 @@ class InverseVariance(Budget):
             plans[index] = with_share(_top_k(scored, tokens), scored, tokens, quotas[index])
         return plans
 
-    def _split(self, fresh: Mapping[int, LayerScores], quotas: Mapping[int, int]) -> dict[int, int]:
+    def _split(self, fresh: ScoredLayers, quotas: LayerQuotas) -> dict[int, int]:
         """Entries per kv head of each layer; empty where all fit."""
         layers = sorted(fresh)
         heads = [len(fresh[index].lengths) for index in layers]

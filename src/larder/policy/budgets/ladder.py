@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,9 +31,9 @@ import torch
 from jaxtyping import Bool
 
 from larder.core.errors import BadParameter
-from larder.core.observation import LayerScores
+from larder.core.observation import LayerScores, ScoredLayers
 from larder.core.part import Ledger
-from larder.core.plan import Plan
+from larder.core.plan import LayerPlans, LayerQuotas, Plan
 from larder.core.types import Variant
 from larder.policy.budgets.base import Budget
 
@@ -81,9 +80,7 @@ class Ladder(Budget):
                 f"ladder.overlap must be below span={self.span}, got {self.overlap}."
             )
 
-    def choose(
-        self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
-    ) -> dict[int, Plan]:
+    def choose(self, ready: ScoredLayers, quotas: LayerQuotas) -> LayerPlans:
         order = sorted(quotas)
         return {
             index: self._of_layer(scored, quotas[index], order.index(index), len(order))

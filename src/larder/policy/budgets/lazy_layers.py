@@ -14,14 +14,13 @@ paper's thresholds for it are .65 to .9.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from larder.core.arguments import require
-from larder.core.observation import LayerScores, Observation
-from larder.core.plan import Plan
+from larder.core.observation import LayerScores, Observation, ScoredLayers
+from larder.core.plan import LayerPlans, LayerQuotas
 from larder.core.types import Packed, PackedMask
 from larder.policy.aggregation.mean import Mean
 from larder.policy.attention_reduction import gather_last_queries
@@ -56,9 +55,7 @@ class LazyLayers(CrossLayerBudget):
         shares = [head[:, mark].sum(1) for head, mark in zip(heads, marks, strict=True)]
         return (float(torch.cat(shares).mean()),)
 
-    def _choose(
-        self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
-    ) -> dict[int, Plan]:
+    def _choose(self, ready: ScoredLayers, quotas: LayerQuotas) -> LayerPlans:
         total = sum(quotas[index] * len(scored.lengths) for index, scored in ready.items())
         held = {index: sum(scored.lengths) for index, scored in ready.items()}
         least = {index: _least(scored) for index, scored in ready.items()}

@@ -17,14 +17,14 @@ the curves are of a text that is cut once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from larder.core.observation import Calibration, LayerScores, Observation, Phase
-from larder.core.plan import Plan
+from larder.core.observation import Calibration, LayerScores, Observation, Phase, ScoredLayers
+from larder.core.plan import LayerPlans, LayerQuotas, Plan
 from larder.core.types import Packed
 from larder.ops.apportionment import apportion
 from larder.ops.topk import top_mask
@@ -66,9 +66,7 @@ class LUKV(Budget):
         parts = apportion(layers * (tokens - least), deserved, 0, most - least)
         return tuple(least + part for part in parts)
 
-    def choose(
-        self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
-    ) -> dict[int, Plan]:
+    def choose(self, ready: ScoredLayers, quotas: LayerQuotas) -> LayerPlans:
         return {index: _top_by_curves(scored, quotas[index]) for index, scored in ready.items()}
 
 

@@ -8,11 +8,10 @@ if no head may run empty.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from larder.core.observation import LayerScores
-from larder.core.plan import Plan
+from larder.core.observation import ScoredLayers
+from larder.core.plan import LayerPlans, LayerQuotas
 from larder.policy.budgets._selection import top_k_per_layer
 from larder.policy.budgets.base import Budget
 
@@ -25,9 +24,7 @@ class Pooled(Budget):
         tokens: entries per kv head, on average over the layer.
     """
 
-    def choose(
-        self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
-    ) -> dict[int, Plan]:
+    def choose(self, ready: ScoredLayers, quotas: LayerQuotas) -> LayerPlans:
         return {index: top_k_per_layer(scored, quotas[index]) for index, scored in ready.items()}
 
 

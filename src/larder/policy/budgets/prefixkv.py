@@ -14,14 +14,13 @@ the same positions in all heads of a layer (take `layer_mean` for that); here th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from larder.core.observation import LayerScores
-from larder.core.plan import Plan
+from larder.core.observation import LayerScores, ScoredLayers
+from larder.core.plan import LayerPlans, LayerQuotas
 from larder.policy.budgets._selection import shift_non_negative, top_k_total
 from larder.policy.budgets.base import CrossLayerBudget
 
@@ -38,9 +37,7 @@ class PrefixKV(CrossLayerBudget):
         tokens: entries per kv head, on average over the model.
     """
 
-    def _choose(
-        self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
-    ) -> dict[int, Plan]:
+    def _choose(self, ready: ScoredLayers, quotas: LayerQuotas) -> LayerPlans:
         total = sum(quotas[index] * len(scored.lengths) for index, scored in ready.items())
         before = [_covered_before(scored) for scored in ready.values()]
         pairs = zip(ready.items(), _prefixes(before, total), strict=True)

@@ -19,12 +19,11 @@ fits keeps the average.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from larder.core.arguments import require
-from larder.core.observation import Calibration, LayerScores
-from larder.core.plan import Plan
+from larder.core.observation import Calibration, ScoredLayers
+from larder.core.plan import LayerPlans, LayerQuotas
 from larder.ops.apportionment import apportion
 from larder.policy.budgets._selection import top_k_per_head
 from larder.policy.budgets.base import Budget
@@ -61,9 +60,7 @@ class Pyramid(Budget):
         weights = weights if groups[-1] else [1.0] * layers
         return tuple(least + part for part in apportion(layers * mean, weights, 0, room))
 
-    def choose(
-        self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
-    ) -> dict[int, Plan]:
+    def choose(self, ready: ScoredLayers, quotas: LayerQuotas) -> LayerPlans:
         return {index: top_k_per_head(scored, quotas[index]) for index, scored in ready.items()}
 
 

@@ -16,7 +16,6 @@ to the policy of a head.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,8 +23,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from larder.core.arguments import require
-from larder.core.observation import LayerScores, Observation
-from larder.core.plan import Plan
+from larder.core.observation import LayerScores, Observation, ScoredLayers
+from larder.core.plan import LayerPlans, LayerQuotas, Plan
 from larder.core.types import Packed, PackedMask
 from larder.ops.topk import top_mask
 from larder.policy.aggregation.mean import Mean
@@ -65,9 +64,7 @@ class Recovery(CrossLayerBudget):
         ]
         return tuple(shares)
 
-    def _choose(
-        self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
-    ) -> dict[int, Plan]:
+    def _choose(self, ready: ScoredLayers, quotas: LayerQuotas) -> LayerPlans:
         total = sum(quotas[index] * len(scored.lengths) for index, scored in ready.items())
         policies = [each for scored in ready.values() for each in _policies(scored)]
         threshold = _threshold(policies, total)

@@ -23,13 +23,13 @@ measurement tells these apart.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from larder.core.arguments import require
-from larder.core.observation import Calibration, LayerScores
-from larder.core.plan import Plan
+from larder.core.observation import Calibration, ScoredLayers
+from larder.core.plan import LayerPlans, LayerQuotas
 from larder.ops.apportionment import apportion
 from larder.policy.budgets._selection import top_k_by_head_weight
 from larder.policy.budgets.base import Budget
@@ -105,9 +105,7 @@ class RetrievalHeads(Budget):
             parts = apportion(total, [1 - whole for whole in wholes], filled, room)
         return tuple(least + part for part in parts)
 
-    def choose(
-        self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
-    ) -> dict[int, Plan]:
+    def choose(self, ready: ScoredLayers, quotas: LayerQuotas) -> LayerPlans:
         return {
             index: top_k_by_head_weight(scored, quotas[index] * len(scored.lengths))
             for index, scored in ready.items()

@@ -15,13 +15,12 @@ layer but one stands on it, a larger alpha changes nothing more.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from larder.core.arguments import require
 from larder.core.errors import BadParameter
-from larder.core.observation import Calibration, LayerScores
-from larder.core.plan import Plan
+from larder.core.observation import Calibration, ScoredLayers
+from larder.core.plan import LayerPlans, LayerQuotas
 from larder.core.types import Variant
 from larder.ops.apportionment import apportion
 from larder.policy.budgets._selection import top_k_per_layer
@@ -65,9 +64,7 @@ class Sensitivity(Budget):
         floor = max(least, int(share * tokens), 1 if share else 0)
         return apportion(layers * tokens, weights, min(floor, tokens), most)
 
-    def choose(
-        self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
-    ) -> dict[int, Plan]:
+    def choose(self, ready: ScoredLayers, quotas: LayerQuotas) -> LayerPlans:
         return {index: top_k_per_layer(scored, quotas[index]) for index, scored in ready.items()}
 
     def _shares(self, similarities: tuple[float, ...]) -> list[float]:

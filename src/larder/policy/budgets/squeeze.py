@@ -14,13 +14,13 @@ groups; one group shares alike.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 
 from larder.core.arguments import require
-from larder.core.observation import Calibration, LayerScores
-from larder.core.plan import Plan
+from larder.core.observation import Calibration, ScoredLayers
+from larder.core.plan import LayerPlans, LayerQuotas
 from larder.ops.apportionment import apportion
 from larder.policy.budgets._selection import top_k_per_head, with_layer_protection
 from larder.policy.budgets.base import Budget
@@ -59,9 +59,7 @@ class Squeeze(Budget):
         weights = [self.p if cosine >= edge else large for cosine in calibration["squeeze"]]
         return apportion(layers * tokens, weights, least, most)
 
-    def choose(
-        self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
-    ) -> dict[int, Plan]:
+    def choose(self, ready: ScoredLayers, quotas: LayerQuotas) -> LayerPlans:
         return {
             index: top_k_per_head(with_layer_protection(scored, quotas[index]), quotas[index])
             for index, scored in ready.items()

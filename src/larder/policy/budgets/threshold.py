@@ -9,15 +9,14 @@ a sink would be worth more than all else together.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from larder.core.arguments import require
-from larder.core.observation import LayerScores
-from larder.core.plan import Plan
+from larder.core.observation import ScoredLayers
+from larder.core.plan import LayerPlans, LayerQuotas, Plan
 from larder.ops.topk import top_mask
 from larder.policy.budgets._selection import shift_non_negative
 from larder.policy.budgets.base import Budget
@@ -39,9 +38,7 @@ class Threshold(Budget):
         super().__post_init__()
         require(0 <= self.share <= 1, "threshold.share", "in [0, 1]", self.share)
 
-    def choose(
-        self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
-    ) -> dict[int, Plan]:
+    def choose(self, ready: ScoredLayers, quotas: LayerQuotas) -> LayerPlans:
         plans: dict[int, Plan] = {}
         for index, scored in ready.items():
             heads = torch.split(scored.ranked(), list(scored.lengths))

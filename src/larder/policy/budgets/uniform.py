@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.observation import LayerScores
-from larder.core.plan import Plan, StepQuota
+from larder.core.observation import ScoredLayers
+from larder.core.plan import LayerPlans, LayerQuotas, StepQuota
 from larder.policy.budgets._selection import top_k_per_head
 from larder.policy.budgets.base import Budget
 
@@ -31,9 +31,7 @@ class Uniform(Budget):
     ) -> StepQuota:
         return StepQuota(max(quota, 0), tokens)
 
-    def choose(
-        self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
-    ) -> dict[int, Plan]:
+    def choose(self, ready: ScoredLayers, quotas: LayerQuotas) -> LayerPlans:
         return {index: top_k_per_head(scored, quotas[index]) for index, scored in ready.items()}
 
 

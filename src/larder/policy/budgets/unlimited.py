@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 
-from larder.core.observation import LayerScores
-from larder.core.plan import Plan
+from larder.core.observation import ScoredLayers
+from larder.core.plan import LayerPlans, LayerQuotas, Plan
 from larder.policy.budgets.base import Budget
 
 WITHOUT_LIMIT = 1 << 62  # entries per head, above any real cache
@@ -21,9 +20,7 @@ class Unlimited(Budget):
     tokens: int | None = field(default=WITHOUT_LIMIT, init=False)
     kept: float | None = field(default=None, init=False)
 
-    def choose(
-        self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
-    ) -> dict[int, Plan]:
+    def choose(self, ready: ScoredLayers, quotas: LayerQuotas) -> LayerPlans:
         return {
             index: Plan.from_mask(torch.ones_like(scored.protected), scored.lengths)
             for index, scored in ready.items()

@@ -6,13 +6,14 @@ Tensors are named as those of a `torch.nn.Sequential` of both, as released weigh
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
 from larder.core.spec import LayerSpec
+from larder.core.types import HiddenStates, NamedTensors, TensorShapes
 from larder.policy.providers.base import GateProvider
 
 FIRST, LAST = "0", "2"  # places of the linear maps in the sequence
@@ -26,9 +27,7 @@ class PerceptronGate(GateProvider, ABC):
     def activation(self) -> Callable[[Tensor], Tensor]:
         """Activation between both maps."""
 
-    def shapes(
-        self, layer: LayerSpec, width: int, tensors: Mapping[str, Tensor]
-    ) -> dict[str, tuple[int, ...]]:
+    def shapes(self, layer: LayerSpec, width: int, tensors: NamedTensors) -> TensorShapes:
         bias = tensors.get(f"{FIRST}.bias")
         inner = 0 if bias is None else bias.numel()
         return {
@@ -38,16 +37,12 @@ class PerceptronGate(GateProvider, ABC):
             f"{LAST}.bias": (layer.kv_heads,),
         }
 
-    def gate(
-        self, states: Float[Tensor, "Q hidden"], weights: Mapping[str, Tensor]
-    ) -> Float[Tensor, "Q K"]:
+    def gate(self, states: HiddenStates, weights: NamedTensors) -> Float[Tensor, "Q K"]:
         return perceptron_gate(states, weights, self.activation)
 
 
 def perceptron_gate(
-    states: Float[Tensor, "Q hidden"],
-    weights: Mapping[str, Tensor],
-    activation: Callable[[Tensor], Tensor],
+    states: HiddenStates, weights: NamedTensors, activation: Callable[[Tensor], Tensor]
 ) -> Float[Tensor, "Q K"]:
     """Two linear maps with an activation between them, in float32."""
     inner = F.linear(states.float(), weights[f"{FIRST}.weight"], weights[f"{FIRST}.bias"])

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from torch import Tensor
+from larder.core.types import NamedTensors, TensorShapes
 
 EMBEDDINGS = "embeddings"  # tensor of the learned tokens, beside those of the first layer
 DOWN, UP = ".down", ".up"  # ends of the names of both factors of an update
 
 
-def soft_token_shapes(
-    count: int, width: int, tensors: Mapping[str, Tensor]
-) -> dict[str, tuple[int, ...]]:
+def soft_token_shapes(count: int, width: int, tensors: NamedTensors) -> TensorShapes:
     """Shapes of the tensors of a layer; sizes of its linear layers are read from `tensors`.
 
     Args:

@@ -9,13 +9,12 @@ of earlier passes take no part, so that no keys of the gate are cached).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
 from larder.core.spec import LayerSpec
+from larder.core.types import HiddenStates, NamedTensors, TensorShapes
 from larder.policy.providers.base import GateProvider
 
 QUERY, KEY, VALUE, OUTPUT = "query", "key", "value", "output"
@@ -26,9 +25,7 @@ class AttentionGate(GateProvider):
 
     reads_pass = True
 
-    def shapes(
-        self, layer: LayerSpec, width: int, tensors: Mapping[str, Tensor]
-    ) -> dict[str, tuple[int, ...]]:
+    def shapes(self, layer: LayerSpec, width: int, tensors: NamedTensors) -> TensorShapes:
         inner = tensors[f"{QUERY}.bias"].numel() if f"{QUERY}.bias" in tensors else 0
         inner -= inner % layer.kv_heads
         return {
@@ -41,9 +38,7 @@ class AttentionGate(GateProvider):
             f"{OUTPUT}.bias": (layer.kv_heads,),
         }
 
-    def gate(
-        self, states: Float[Tensor, "Q hidden"], weights: Mapping[str, Tensor]
-    ) -> Float[Tensor, "Q K"]:
+    def gate(self, states: HiddenStates, weights: NamedTensors) -> Float[Tensor, "Q K"]:
         tokens, heads = len(states), len(weights[f"{OUTPUT}.bias"])
         queries, keys, values = (
             F.linear(states.float(), weights[f"{name}.weight"], weights.get(f"{name}.bias"))

@@ -23,7 +23,7 @@ and counts it. A provider has no state, and runs only under policies that name i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import cache
 from typing import ClassVar, TypeVar
 
@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from larder.core.family import Family
 from larder.core.spec import LayerSpec
+from larder.core.types import HiddenStates, NamedTensors, TensorShapes
 
 PROVIDERS = Family("provider", "larder.policy.providers")
 
@@ -92,9 +93,7 @@ class ActivationProvider(Provider, ABC):
         return False
 
     @abstractmethod
-    def capture(
-        self, attention: nn.Module, states: Float[Tensor, "Q hidden"]
-    ) -> Float[Tensor, "Q *rest"]:
+    def capture(self, attention: nn.Module, states: HiddenStates) -> Float[Tensor, "Q *rest"]:
         """Input of one layer.
 
         Args:
@@ -117,9 +116,7 @@ class GateProvider(Provider, ABC):
     reads_pass: ClassVar[bool] = False
 
     @abstractmethod
-    def shapes(
-        self, layer: LayerSpec, width: int, tensors: Mapping[str, Tensor]
-    ) -> Mapping[str, tuple[int, ...]]:
+    def shapes(self, layer: LayerSpec, width: int, tensors: NamedTensors) -> TensorShapes:
         """Shape that each tensor of a layer must have, by name.
 
         Args:
@@ -128,9 +125,7 @@ class GateProvider(Provider, ABC):
         """
 
     @abstractmethod
-    def gate(
-        self, states: Float[Tensor, "Q hidden"], weights: Mapping[str, Tensor]
-    ) -> Float[Tensor, "Q K"]:
+    def gate(self, states: HiddenStates, weights: NamedTensors) -> Float[Tensor, "Q K"]:
         """Float32 number of each token and kv head.
 
         Args:
@@ -143,9 +138,7 @@ class LearnedProvider(Provider, ABC):
     """Learned tensors of each layer, by the provider's name, a dot and their own."""
 
     @abstractmethod
-    def shapes(
-        self, layer: LayerSpec, width: int, tensors: Mapping[str, Tensor]
-    ) -> Mapping[str, tuple[int, ...]]:
+    def shapes(self, layer: LayerSpec, width: int, tensors: NamedTensors) -> TensorShapes:
         """Shape that each tensor of a layer must have, by name; see `GateProvider.shapes`."""
 
 
@@ -168,7 +161,7 @@ class GradientProvider(Provider, ABC):
     """
 
     @abstractmethod
-    def objective(self, states: Float[Tensor, "Q hidden"]) -> Float[Tensor, ""]:
+    def objective(self, states: HiddenStates) -> Float[Tensor, ""]:
         """Number that is derived.
 
         Args:
@@ -176,7 +169,7 @@ class GradientProvider(Provider, ABC):
         """
 
     @abstractmethod
-    def numbers(self, gradients: Float[Tensor, "Q hidden"]) -> Float[Tensor, " Q"]:
+    def numbers(self, gradients: HiddenStates) -> Float[Tensor, " Q"]:
         """Float32 number of each token of one layer.
 
         Args:
@@ -209,9 +202,7 @@ class SoftTokenProvider(Provider, ABC):
         """Factor on a low-rank update."""
 
     @abstractmethod
-    def shapes(
-        self, layer: LayerSpec, width: int, tensors: Mapping[str, Tensor]
-    ) -> Mapping[str, tuple[int, ...]]:
+    def shapes(self, layer: LayerSpec, width: int, tensors: NamedTensors) -> TensorShapes:
         """Shape that each tensor of a layer must have, as of `GateProvider.shapes`."""
 
 

@@ -10,7 +10,6 @@ averaged. Tensor names are those of the released gates.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.core.spec import LayerSpec
+from larder.core.types import HiddenStates, NamedTensors, TensorShapes
 from larder.policy.providers.base import GateProvider
 
 EPSILON = 1e-6  # of the norms
@@ -26,9 +26,7 @@ EPSILON = 1e-6  # of the norms
 class FastKVzipGate(GateProvider):
     """Column `fast_kvzip`, in (0, 1)."""
 
-    def shapes(
-        self, layer: LayerSpec, width: int, tensors: Mapping[str, Tensor]
-    ) -> dict[str, tuple[int, ...]]:
+    def shapes(self, layer: LayerSpec, width: int, tensors: NamedTensors) -> TensorShapes:
         base = tensors.get("k_base", torch.zeros(0, 0, 0, 0))
         sinks, channels = base.shape[-2:]
         return {
@@ -41,22 +39,16 @@ class FastKVzipGate(GateProvider):
             "b": (layer.kv_heads, 1, layer.group),
         }
 
-    def gate(
-        self, states: Float[Tensor, "Q hidden"], weights: Mapping[str, Tensor]
-    ) -> Float[Tensor, "Q K"]:
+    def gate(self, states: HiddenStates, weights: NamedTensors) -> Float[Tensor, "Q K"]:
         return low_rank_gate(states.float(), weights)
 
 
-def low_rank_gate(
-    states: Float[Tensor, "Q hidden"], weights: Mapping[str, Tensor]
-) -> Float[Tensor, "Q K"]:
+def low_rank_gate(states: HiddenStates, weights: NamedTensors) -> Float[Tensor, "Q K"]:
     """Share that a token keeps against the sinks, averaged over the query heads of a group."""
     return low_rank_logits(states, weights).sigmoid().mean(-1)
 
 
-def low_rank_logits(
-    states: Float[Tensor, "Q hidden"], weights: Mapping[str, Tensor]
-) -> Float[Tensor, "Q K R"]:
+def low_rank_logits(states: HiddenStates, weights: NamedTensors) -> Float[Tensor, "Q K R"]:
     """Logit of a token against the logarithm of the sinks' sum."""
     base = weights["k_base"][:, 0]  # [K, sinks, c]
     kv_heads, _, channels = base.shape

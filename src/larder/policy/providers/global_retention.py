@@ -8,13 +8,12 @@ the projection in every layer, and one whose layers differ is refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
 from larder.core.spec import LayerSpec
+from larder.core.types import HiddenStates, NamedTensors, TensorShapes
 from larder.policy.providers._layer_gates import FIRST, LAST, perceptron_gate
 from larder.policy.providers.base import GateProvider
 
@@ -30,9 +29,7 @@ class SharedRetentionGate(GateProvider):
 
     shared = frozenset({f"{SHARED}.weight", f"{SHARED}.bias"})
 
-    def shapes(
-        self, layer: LayerSpec, width: int, tensors: Mapping[str, Tensor]
-    ) -> dict[str, tuple[int, ...]]:
+    def shapes(self, layer: LayerSpec, width: int, tensors: NamedTensors) -> TensorShapes:
         inner, channels = (
             tensors[name].numel() if name in tensors else 0
             for name in (f"{FIRST}.bias", f"{SHARED}.weight")
@@ -46,9 +43,7 @@ class SharedRetentionGate(GateProvider):
             f"{SHARED}.bias": (1,),
         }
 
-    def gate(
-        self, states: Float[Tensor, "Q hidden"], weights: Mapping[str, Tensor]
-    ) -> Float[Tensor, "Q K"]:
+    def gate(self, states: HiddenStates, weights: NamedTensors) -> Float[Tensor, "Q K"]:
         weight = weights[f"{SHARED}.weight"]
         flat = F.silu(perceptron_gate(states, weights, F.silu))
         channels = flat.view(len(flat), -1, weight.shape[1])  # [Q, K, c]

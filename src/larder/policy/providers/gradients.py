@@ -9,16 +9,17 @@ from __future__ import annotations
 from jaxtyping import Float
 from torch import Tensor
 
+from larder.core.types import HiddenStates
 from larder.policy.providers.base import GradientProvider
 
 
 class Gradients(GradientProvider):
     """Input `gradients` [Q]: L2 norm of the gradient by the attention output of each token."""
 
-    def objective(self, states: Float[Tensor, "Q hidden"]) -> Float[Tensor, ""]:
+    def objective(self, states: HiddenStates) -> Float[Tensor, ""]:
         return states.float().square().sum()
 
-    def numbers(self, gradients: Float[Tensor, "Q hidden"]) -> Float[Tensor, " Q"]:
+    def numbers(self, gradients: HiddenStates) -> Float[Tensor, " Q"]:
         return gradients.float().square().sum(-1).sqrt()
 
 

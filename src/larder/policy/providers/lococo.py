@@ -6,20 +6,15 @@ arXiv:2406.05317.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from torch import Tensor
-
 from larder.core.spec import LayerSpec
+from larder.core.types import NamedTensors, TensorShapes
 from larder.policy.providers.base import LearnedProvider
 
 
 class SlotConvolution(LearnedProvider):
     """Inputs `lococo.kernel`, `lococo.bias` and `lococo.gamma`."""
 
-    def shapes(
-        self, layer: LayerSpec, width: int, tensors: Mapping[str, Tensor]
-    ) -> dict[str, tuple[int, ...]]:
+    def shapes(self, layer: LayerSpec, width: int, tensors: NamedTensors) -> TensorShapes:
         channels, _, taps = tensors["kernel"].shape
         kernel = channels, 2 * layer.head_dim, taps
         return {"kernel": kernel, "bias": (channels,), "gamma": ()}

@@ -8,11 +8,8 @@ context do not change.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from torch import Tensor
-
 from larder.core.spec import LayerSpec
+from larder.core.types import NamedTensors, TensorShapes
 from larder.policy.providers._soft_tokens import soft_token_shapes
 from larder.policy.providers.base import SoftPromptProvider
 
@@ -29,9 +26,7 @@ class LookaheadTokens(SoftPromptProvider):
     def scale(self, rank: int) -> float:
         return ALPHA / rank
 
-    def shapes(
-        self, layer: LayerSpec, width: int, tensors: Mapping[str, Tensor]
-    ) -> dict[str, tuple[int, ...]]:
+    def shapes(self, layer: LayerSpec, width: int, tensors: NamedTensors) -> TensorShapes:
         return soft_token_shapes(SOFT_TOKENS, width, tensors)
 
 

@@ -7,11 +7,8 @@ linear layers have low-rank updates (rank 8, alpha 16) in this pass alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from torch import Tensor
-
 from larder.core.spec import LayerSpec
+from larder.core.types import NamedTensors, TensorShapes
 from larder.policy.providers._soft_tokens import soft_token_shapes
 from larder.policy.providers.base import SoftEntryProvider
 
@@ -28,9 +25,7 @@ class RestoreTokens(SoftEntryProvider):
     def scale(self, rank: int) -> float:
         return ALPHA / rank
 
-    def shapes(
-        self, layer: LayerSpec, width: int, tensors: Mapping[str, Tensor]
-    ) -> dict[str, tuple[int, ...]]:
+    def shapes(self, layer: LayerSpec, width: int, tensors: NamedTensors) -> TensorShapes:
         return soft_token_shapes(RESTORE_TOKENS, width, tensors)
 
 

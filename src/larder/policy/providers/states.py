@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from jaxtyping import Float
-from torch import Tensor, nn
+from torch import nn
 
+from larder.core.types import HiddenStates
 from larder.policy.providers.base import ActivationProvider
 
 
 class States(ActivationProvider):
     """Input `states` [Q, hidden]."""
 
-    def capture(
-        self, attention: nn.Module, states: Float[Tensor, "Q hidden"]
-    ) -> Float[Tensor, "Q hidden"]:
+    def capture(self, attention: nn.Module, states: HiddenStates) -> HiddenStates:
         return states
 
 

@@ -7,12 +7,13 @@ logarithm of beta, a number in (0, 1) for each kv head; an entry of age a has th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from larder.core.types import HiddenStates, NamedTensors
 from larder.policy.providers._layer_gates import PerceptronGate
 
 
@@ -26,9 +27,7 @@ class RetentionGate(PerceptronGate):
     def activation(self) -> Callable[[Tensor], Tensor]:
         return F.silu
 
-    def gate(
-        self, states: Float[Tensor, "Q hidden"], weights: Mapping[str, Tensor]
-    ) -> Float[Tensor, "Q K"]:
+    def gate(self, states: HiddenStates, weights: NamedTensors) -> Float[Tensor, "Q K"]:
         return F.logsigmoid(super().gate(states, weights))
 
 

@@ -28,7 +28,7 @@ from larder.core.observation import (
 from larder.core.part import PolicyPart
 from larder.core.plan import StepScoring
 from larder.core.spelling import Call, build, parse, spell
-from larder.core.types import Packed, PackedMask
+from larder.core.types import Packed, PackedMask, TokenIds
 from larder.policy.attention_reduction import (
     AGGREGATIONS,
     HEAD_RULES,
@@ -79,9 +79,7 @@ class Scorer(PolicyPart, ABC):
         """
         return None
 
-    def scratch(
-        self, block: tuple[int, ...], start: int, prompts: Prompts
-    ) -> tuple[ScratchPrompt, ...]:
+    def scratch(self, block: TokenIds, start: int, prompts: Prompts) -> tuple[ScratchPrompt, ...]:
         """Scratch prompts to read behind the cache after a block, before scoring.
 
         Empty by default: the block's own pass is scored.
@@ -172,9 +170,7 @@ class PromptScorer(Scorer):
     def required_prompts(self) -> frozenset[str]:
         return frozenset({self.prompt})
 
-    def scratch(
-        self, block: tuple[int, ...], start: int, prompts: Prompts
-    ) -> tuple[ScratchPrompt, ...]:
+    def scratch(self, block: TokenIds, start: int, prompts: Prompts) -> tuple[ScratchPrompt, ...]:
         return (ScratchPrompt(tuple(prompts[self.prompt]), (0, start + len(block))),)
 
 

@@ -43,7 +43,7 @@ from torch import Tensor
 from larder.core.arguments import require
 from larder.core.observation import Observation, Prompts, ScratchPrompt
 from larder.core.part import LOG_COUNT
-from larder.core.types import Packed, Variant
+from larder.core.types import Packed, TokenIds, Variant
 from larder.ops.attention import cap_logits, sink_logits, sinks_by_group
 from larder.ops.attention_weights import softmax_with_sinks
 from larder.policy.attention_reduction import ObservationWindow
@@ -75,9 +75,7 @@ class KVGrad(Scorer):
         require(self.chunk >= 1, "kvgrad.chunk", "at least 1 token", self.chunk)
         require(self.opening >= 0, "kvgrad.opening", "0 or more", self.opening)
 
-    def scratch(
-        self, block: tuple[int, ...], start: int, prompts: Prompts
-    ) -> tuple[ScratchPrompt, ...]:
+    def scratch(self, block: TokenIds, start: int, prompts: Prompts) -> tuple[ScratchPrompt, ...]:
         return self._reconstruct.scratch(block, start, prompts)
 
     def score(self, observation: Observation) -> Packed:

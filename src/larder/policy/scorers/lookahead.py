@@ -26,7 +26,7 @@ from torch import Tensor
 
 from larder.core.arguments import require
 from larder.core.observation import Observation, Prompts, ScratchPrompt
-from larder.core.types import Packed
+from larder.core.types import Packed, TokenIds
 from larder.ops.pooling import running_max
 from larder.policy.attention_reduction import ObservationWindow
 from larder.policy.scorers.base import AttentionScorer
@@ -55,9 +55,7 @@ class Lookahead(AttentionScorer):
     def required_prompts(self) -> frozenset[str]:
         return frozenset({self.prompt} - {""})
 
-    def scratch(
-        self, block: tuple[int, ...], start: int, prompts: Prompts
-    ) -> tuple[ScratchPrompt, ...]:
+    def scratch(self, block: TokenIds, start: int, prompts: Prompts) -> tuple[ScratchPrompt, ...]:
         request = tuple(prompts[self.prompt]) if self.prompt else ()
         return (ScratchPrompt(request, (0, start + len(block)), drafts=self.tokens),)
 

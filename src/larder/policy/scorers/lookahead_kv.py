@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from larder.core.observation import Observation, Prompts, ScratchPrompt
-from larder.core.types import Packed
+from larder.core.types import Packed, TokenIds
 from larder.policy.attention_reduction import ObservationWindow
 from larder.policy.providers.lookahead_kv import SOFT_TOKENS
 from larder.policy.scorers.base import AttentionScorer, whole_pass_window, without_pass_keys
@@ -31,9 +31,7 @@ class LookaheadKV(AttentionScorer):
 
     needs = frozenset({"lookahead_kv"})
 
-    def scratch(
-        self, block: tuple[int, ...], start: int, prompts: Prompts
-    ) -> tuple[ScratchPrompt, ...]:
+    def scratch(self, block: TokenIds, start: int, prompts: Prompts) -> tuple[ScratchPrompt, ...]:
         return (ScratchPrompt((PLACEHOLDER,) * SOFT_TOKENS, (0, start + len(block))),)
 
     def default_reduction(self) -> tuple[str, str]:

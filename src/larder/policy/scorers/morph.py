@@ -23,7 +23,7 @@ from torch import Tensor
 from larder.core.arguments import require
 from larder.core.observation import LatestQueries, Observation, Phase
 from larder.core.part import LOG_COUNT, Ledger
-from larder.core.types import Packed
+from larder.core.types import Packed, WeightChunk
 from larder.ops.attention import sink_logits
 from larder.ops.column_statistics import reduce_columns
 from larder.policy.protect import ProtectedTokens
@@ -96,9 +96,7 @@ class _FusedQueries:
     def start(self, like: Float[Tensor, "R S"]) -> tuple[Tensor, ...]:
         return (like.new_zeros(1, like.shape[1]),)
 
-    def fold(
-        self, state: tuple[Tensor, ...], weights: Float[Tensor, "R c S"], first: int, total: int
-    ) -> None:
+    def fold(self, state: tuple[Tensor, ...], weights: WeightChunk, first: int, total: int) -> None:
         highest = weights.amax(0)  # [c, S]
         if self.fusion is Fusion.SUM:
             state[0].add_(highest.sum(0))

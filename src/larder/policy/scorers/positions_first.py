@@ -26,6 +26,7 @@ from enum import Enum
 
 from larder.core.arguments import require
 from larder.core.observation import Observation, Prompts, ScratchPrompt
+from larder.core.types import TokenIds
 from larder.policy.attention_reduction import ObservationWindow
 from larder.policy.scorers.base import AttentionScorer
 
@@ -68,9 +69,7 @@ class PositionsFirst(AttentionScorer):
         fixed = {"repeat"} if self.content is Content.FIXED else frozenset[str]()
         return frozenset({self.prompt} - {""}) | fixed
 
-    def scratch(
-        self, block: tuple[int, ...], start: int, prompts: Prompts
-    ) -> tuple[ScratchPrompt, ...]:
+    def scratch(self, block: TokenIds, start: int, prompts: Prompts) -> tuple[ScratchPrompt, ...]:
         stop = start + len(block)
         shift = max(self.shift, -stop)
         request = tuple(prompts[self.prompt]) if self.prompt else ()
@@ -83,7 +82,7 @@ class PositionsFirst(AttentionScorer):
     def observation_window(self, observation: Observation) -> ObservationWindow:
         return ObservationWindow(observation.queries[:, -self.tokens :], observation.entries)
 
-    def _text(self, block: tuple[int, ...], prompts: Prompts) -> tuple[int, ...]:
+    def _text(self, block: TokenIds, prompts: Prompts) -> tuple[int, ...]:
         if self.content is Content.FIXED:
             request = tuple(prompts["repeat"])
             return tuple(request[index % len(request)] for index in range(self.tokens))

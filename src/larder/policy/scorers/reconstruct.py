@@ -31,7 +31,7 @@ from torch import Tensor
 
 from larder.core.arguments import require
 from larder.core.observation import Observation, Prompts, ScratchPrompt
-from larder.core.types import Packed, PackedMask, Variant
+from larder.core.types import Packed, PackedMask, TokenIds, Variant
 from larder.ops.apportionment import even_ranges
 from larder.policy.attention_reduction import ObservationWindow
 from larder.policy.scorers.base import AttentionScorer, select_keys, with_pass_keys
@@ -60,9 +60,7 @@ class Reconstruct(AttentionScorer):
         require(self.chunk >= 1, "reconstruct.chunk", "at least 1 token", self.chunk)
         require(self.opening >= 0, "reconstruct.opening", "0 or more", self.opening)
 
-    def scratch(
-        self, block: tuple[int, ...], start: int, prompts: Prompts
-    ) -> tuple[ScratchPrompt, ...]:
+    def scratch(self, block: TokenIds, start: int, prompts: Prompts) -> tuple[ScratchPrompt, ...]:
         request, stop = tuple(prompts["repeat"]), start + len(block)
         if start > 0:
             return (ScratchPrompt(request + block, (0, stop)),)

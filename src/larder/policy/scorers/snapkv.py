@@ -23,7 +23,7 @@ from torch import Tensor
 
 from larder.core.arguments import require
 from larder.core.observation import Observation, Prompts, ScratchPrompt
-from larder.core.types import Packed, Variant
+from larder.core.types import Packed, TokenIds, Variant
 from larder.ops.pooling import running_max, running_mean
 from larder.policy.attention_reduction import ObservationWindow
 from larder.policy.protect import ProtectedTokens
@@ -58,9 +58,7 @@ class SnapKV(AttentionScorer):
         require(self.window >= 1, "snapkv.window", "at least 1 token", self.window)
         require(self.kernel >= 1 and self.kernel % 2 == 1, "snapkv.kernel", "odd", self.kernel)
 
-    def scratch(
-        self, block: tuple[int, ...], start: int, prompts: Prompts
-    ) -> tuple[ScratchPrompt, ...]:
+    def scratch(self, block: TokenIds, start: int, prompts: Prompts) -> tuple[ScratchPrompt, ...]:
         if self.variant is not Variant.CODE:
             return ()
         return (ScratchPrompt(block[-self.window :], (0, start + len(block))),)

@@ -27,6 +27,7 @@ from larder.core.arguments import require
 from larder.core.codec import Codec
 from larder.core.observation import Observation, StorageStatistics
 from larder.core.spec import LayerSpec
+from larder.core.types import WeightChunk
 from larder.ops.column_statistics import CHUNK
 from larder.policy.attention_reduction import check_taus, gather_last_queries, sum_statistics
 from larder.policy.storage._mixed_precision import MixedPrecisionStorage, PrecisionTier
@@ -92,9 +93,7 @@ class _WeightMoments:
     def start(self, like: Float[Tensor, "R S"]) -> tuple[Tensor, ...]:
         return (like.new_zeros(3, *like.shape),)
 
-    def fold(
-        self, state: tuple[Tensor, ...], weights: Float[Tensor, "R c S"], first: int, total: int
-    ) -> None:
+    def fold(self, state: tuple[Tensor, ...], weights: WeightChunk, first: int, total: int) -> None:
         apart = weights - weights.mean(1, keepdim=True)
         second = apart.square().mean(1)
         state[0][0] = -torch.xlogy(weights, weights).sum(1)

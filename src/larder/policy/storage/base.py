@@ -9,7 +9,7 @@ from typing import ClassVar
 from larder.core.codec import Codec, ResidualSpec, TransformSpec
 from larder.core.observation import Entries, LayerScores, Observation, StorageStatistics
 from larder.core.part import PolicyPart
-from larder.core.plan import Plan
+from larder.core.plan import LayerPlans, Plan
 from larder.core.spec import LayerPairing, LayerSpec
 
 NO_INSPECTION = StorageStatistics()
@@ -95,9 +95,7 @@ class Storage(PolicyPart, ABC):
             share: number that `compare` gave this layer.
         """
 
-    def allocate(
-        self, plans: Mapping[int, Plan], entries: Callable[[int], Entries]
-    ) -> dict[int, Plan]:
+    def allocate(self, plans: Mapping[int, Plan], entries: Callable[[int], Entries]) -> LayerPlans:
         """Plans with what must be allocated over their layers together; as they are by default.
 
         Args:

@@ -27,7 +27,7 @@ from torch import Tensor
 from larder.core.arguments import require
 from larder.core.codec import Codec
 from larder.core.observation import Entries, LayerScores
-from larder.core.plan import Plan
+from larder.core.plan import LayerPlans, Plan
 from larder.core.spec import POSITION_BYTES, LayerPairing, LayerSpec
 from larder.core.types import Packed
 from larder.policy.storage._mixed_precision import (
@@ -110,9 +110,7 @@ class QuantizedPairs(MixedPrecisionStorage):
         most = math.ceil(quota * len(entries.lengths) * cost)  # without pairs
         return replace(graded, importance=importance, allowed_bytes=most)
 
-    def allocate(
-        self, plans: Mapping[int, Plan], entries: Callable[[int], Entries]
-    ) -> dict[int, Plan]:
+    def allocate(self, plans: Mapping[int, Plan], entries: Callable[[int], Entries]) -> LayerPlans:
         held = {index: entries(index) for index in sorted(plans)}
         shapes = {i: (len(own.lengths), own.empty_like.shape[1]) for i, own in held.items()}
         found = self.pairing.pairs_of(shapes)

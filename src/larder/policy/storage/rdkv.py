@@ -31,9 +31,9 @@ from larder.core.arguments import require
 from larder.core.codec import Codec
 from larder.core.errors import ScoreError
 from larder.core.observation import Entries, LayerScores, Observation, StorageStatistics
-from larder.core.plan import Plan
+from larder.core.plan import LayerPlans, Plan
 from larder.core.spec import POSITION_BYTES, LayerSpec
-from larder.core.types import Packed
+from larder.core.types import Packed, WeightChunk
 from larder.policy.aggregation.sum import Sum
 from larder.policy.attention_reduction import gather_last_queries
 from larder.policy.storage._mixed_precision import kept_grades
@@ -103,9 +103,7 @@ class RDKV(Storage):
             allowed_bytes=int(len(entries.lengths) * allowed * _costs(self, like)[0]),
         )
 
-    def allocate(
-        self, plans: Mapping[int, Plan], entries: Callable[[int], Entries]
-    ) -> dict[int, Plan]:
+    def allocate(self, plans: Mapping[int, Plan], entries: Callable[[int], Entries]) -> LayerPlans:
         costs = {index: _costs(self, entries(index).empty_like) for index in plans}
         weights = {index: plan.importance.double().cpu() for index, plan in plans.items()}
         allowed = sum(plan.allowed_bytes for plan in plans.values())
@@ -125,9 +123,7 @@ class RDKV(Storage):
 class SquareSum(Sum):
     """Sum of squared weights over queries."""
 
-    def fold(
-        self, state: tuple[Tensor, ...], weights: Float[Tensor, "R c S"], first: int, total: int
-    ) -> None:
+    def fold(self, state: tuple[Tensor, ...], weights: WeightChunk, first: int, total: int) -> None:
         super().fold(state, weights.square(), first, total)
 
     def single_query(self, weights: Float[Tensor, "R S"]) -> Float[Tensor, "R S"]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from larder.core.observation import Observation
 from larder.core.part import LOG_COUNT
+from larder.core.types import WeightChunk
 from larder.ops.attention import sink_logits, sinks_by_group
 from larder.ops.attention_weights import attention_weights, weights_from_logits
 from larder.ops.column_statistics import GroupReduction, reduce_columns
@@ -145,7 +146,7 @@ class _ColumnGather:
     def start(self, like: Float[Tensor, "R S"]) -> State:
         return tuple(column.clone() for column in self.old)
 
-    def fold(self, state: State, weights: Float[Tensor, "R c S"], first: int, total: int) -> None:
+    def fold(self, state: State, weights: WeightChunk, first: int, total: int) -> None:
         count = weights.shape[1]
         joined = self.group.join(weights.flatten(1)).view(count, -1)
         votes = QueryWeights(joined, self.times[first : first + count], self.positions)

@@ -9,6 +9,7 @@ from typing import ClassVar
 from larder.cache.chunk_entries import ChunkEntries
 from larder.core.errors import UsageError
 from larder.core.spelling import spell
+from larder.core.types import TokenIds
 from larder.prefill.base import ContextReuse, ContextText, Schedule, Steps
 from larder.prefill.contexts import check_chunkable
 from larder.prefill.reader import PrefillReader, PrefillSequence
@@ -22,7 +23,7 @@ class ChunkedSchedule(Schedule):
     cache_form: ClassVar[str] = "blended"
 
     def steps(
-        self, reader: PrefillReader, sequences: Sequence[PrefillSequence], ids: tuple[int, ...]
+        self, reader: PrefillReader, sequences: Sequence[PrefillSequence], ids: TokenIds
     ) -> Steps[None]:
         return Whole().steps(reader, sequences, ids)
 

@@ -17,7 +17,7 @@ from larder.core.images import ImageSpans
 from larder.core.observation import Observation
 from larder.core.spec import ModelSpec
 from larder.core.spelling import spell
-from larder.core.types import Packed
+from larder.core.types import Packed, TokenIds
 from larder.ops.packing import mask_outside
 from larder.ops.topk import top_mask
 from larder.policy.budgets.unlimited import WITHOUT_LIMIT
@@ -174,7 +174,7 @@ class NarrowingSchedule(Schedule):
         return scoring_of(public_name(type(self)), self.scorer)
 
     def steps(
-        self, reader: PrefillReader, sequences: Sequence[PrefillSequence], ids: tuple[int, ...]
+        self, reader: PrefillReader, sequences: Sequence[PrefillSequence], ids: TokenIds
     ) -> Steps[None]:
         total = len(ids) * len(sequences)
         for number, sequence in enumerate(sequences, start=1):
@@ -185,12 +185,12 @@ class NarrowingSchedule(Schedule):
 
     @abstractmethod
     def read_steps(
-        self, reader: PrefillReader, sequence: PrefillSequence, ids: tuple[int, ...]
+        self, reader: PrefillReader, sequence: PrefillSequence, ids: TokenIds
     ) -> Iterator[None]:
         """Steps of reading a text into one sequence."""
 
 
-def check_text(schedule: object, sequence: PrefillSequence, ids: tuple[int, ...]) -> None:
+def check_text(schedule: object, sequence: PrefillSequence, ids: TokenIds) -> None:
     """Check that tokens of a text may be left out of some layers.
 
     Raises:

@@ -29,6 +29,7 @@ from torch import Tensor
 from larder.cache.chunk_entries import ChunkEntries
 from larder.core.arguments import require
 from larder.core.spec import ModelSpec
+from larder.core.types import TokenIds
 from larder.models.cacheblend import ContextChunk
 from larder.models.chunk_recompute import recompute_tokens
 from larder.prefill.base import ContextReuse, ContextText, Steps
@@ -109,7 +110,7 @@ def changes(entries: ChunkEntries, base: ChunkEntries, spec: ModelSpec) -> Chunk
 
 
 def estimate(
-    ids: tuple[int, ...], base: ChunkEntries, known: Sequence[ChunkAnchor], entropy: float
+    ids: TokenIds, base: ChunkEntries, known: Sequence[ChunkAnchor], entropy: float
 ) -> ChunkEntries | None:
     """Entries of a chunk with the change that anchors foretell; None if they foretell none.
 

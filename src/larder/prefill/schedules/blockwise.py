@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from larder.core.errors import BadParameter
+from larder.core.types import TokenIds
 from larder.prefill.base import Schedule, Steps, prefill_blocks
 from larder.prefill.reader import PrefillReader, PrefillSequence
 
@@ -37,7 +38,7 @@ class Blockwise(Schedule):
         return self.tokens
 
     def steps(
-        self, reader: PrefillReader, sequences: Sequence[PrefillSequence], ids: tuple[int, ...]
+        self, reader: PrefillReader, sequences: Sequence[PrefillSequence], ids: TokenIds
     ) -> Steps[None]:
         return prefill_blocks(
             reader, [(sequence,) for sequence in sequences], ids, self.tokens or len(ids)

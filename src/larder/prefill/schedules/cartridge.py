@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from larder.core.arguments import require
 from larder.core.errors import UsageError
 from larder.core.spelling import spell
+from larder.core.types import TokenIds
 from larder.models.cartridges import find_cartridge
 from larder.prefill.base import Schedule, Steps
 from larder.prefill.contexts import check_chunkable
@@ -36,7 +37,7 @@ class Cartridge(Schedule):
         require(self.slots >= 1, "cartridge.slots", "at least 1", self.slots)
 
     def steps(
-        self, reader: PrefillReader, sequences: Sequence[PrefillSequence], ids: tuple[int, ...]
+        self, reader: PrefillReader, sequences: Sequence[PrefillSequence], ids: TokenIds
     ) -> Steps[None]:
         if reader.quotas:
             raise UsageError(

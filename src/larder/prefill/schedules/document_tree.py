@@ -18,6 +18,7 @@ from typing import ClassVar
 
 from larder.core.errors import UsageError
 from larder.core.spelling import spell
+from larder.core.types import TokenIds
 from larder.prefill.base import ContextReuse, ContextText, Steps
 from larder.prefill.contexts import BLOCK_TOKENS, ChunkSource
 from larder.prefill.reader import PrefillReader, PrefillSequence
@@ -68,7 +69,7 @@ def _extend(
     reader: PrefillReader,
     sequence: PrefillSequence,
     before: tuple[int, ...],
-    ids: tuple[int, ...],
+    ids: TokenIds,
     source: ChunkSource,
 ) -> bool:
     """Extend a cache by a text behind `before`; True if its entries were known."""
@@ -82,7 +83,7 @@ def _extend(
     return False
 
 
-def _read(reader: PrefillReader, sequence: PrefillSequence, ids: tuple[int, ...]) -> None:
+def _read(reader: PrefillReader, sequence: PrefillSequence, ids: TokenIds) -> None:
     for start in range(0, len(ids), BLOCK_TOKENS):
         reader.append((sequence,), ids[start : start + BLOCK_TOKENS])
 

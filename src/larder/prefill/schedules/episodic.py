@@ -19,6 +19,7 @@ import torch
 
 from larder.core.errors import BadParameter
 from larder.core.spec import POSITION_BYTES
+from larder.core.types import TokenIds
 from larder.ops.apportionment import even_ranges
 from larder.prefill.base import Schedule, Steps, prefill_blocks
 from larder.prefill.reader import PrefillReader, PrefillSequence
@@ -70,7 +71,7 @@ class Episodic(Schedule):
         return self.tokens
 
     def steps(
-        self, reader: PrefillReader, sequences: Sequence[PrefillSequence], ids: tuple[int, ...]
+        self, reader: PrefillReader, sequences: Sequence[PrefillSequence], ids: TokenIds
     ) -> Steps[None]:
         block = self.tokens or len(ids)
         most = self._together(reader, sequences, ids, block)
@@ -78,11 +79,7 @@ class Episodic(Schedule):
         return prefill_blocks(reader, groups, ids, block)
 
     def _together(
-        self,
-        reader: PrefillReader,
-        sequences: Sequence[PrefillSequence],
-        ids: tuple[int, ...],
-        block: int,
+        self, reader: PrefillReader, sequences: Sequence[PrefillSequence], ids: TokenIds, block: int
     ) -> int:
         if self.together is Together.ALL:
             return len(sequences)
@@ -103,7 +100,7 @@ def free_device_bytes(device: torch.device) -> int | None:
 
 
 def max_parallel_caches(
-    reader: PrefillReader, sequences: Sequence[PrefillSequence], ids: tuple[int, ...], block: int
+    reader: PrefillReader, sequences: Sequence[PrefillSequence], ids: TokenIds, block: int
 ) -> int:
     """Number of caches to build together: at least one.
 
@@ -123,9 +120,7 @@ def max_parallel_caches(
     return max(1, min(len(sequences), int(free * USABLE_FRACTION) // each))
 
 
-def cache_bytes(
-    reader: PrefillReader, sequence: PrefillSequence, ids: tuple[int, ...], block: int
-) -> int:
+def cache_bytes(reader: PrefillReader, sequence: PrefillSequence, ids: TokenIds, block: int) -> int:
     """Most bytes of a sequence's cache: budget and block, and a copy of one layer."""
     spec, longest = reader.decoder.spec, sequence.cache.next_position + len(ids)
     layers: list[int] = []
@@ -138,9 +133,7 @@ def cache_bytes(
     return sum(layers) + max(layers)
 
 
-def activation_bytes(
-    reader: PrefillReader, sequence: PrefillSequence, block: tuple[int, ...]
-) -> int:
+def activation_bytes(reader: PrefillReader, sequence: PrefillSequence, block: TokenIds) -> int:
     """Most activation bytes of a sequence's tokens in a forward pass."""
     prompts = reader.planner.scorer.scratch(block, len(block), sequence.prompts)
     tokens = max(len(block), *(scratch.tokens for scratch in prompts), 0)

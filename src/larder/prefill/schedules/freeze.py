@@ -24,6 +24,7 @@ import torch
 
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import BadParameter
+from larder.core.types import TokenIds
 from larder.prefill.base import Schedule, Steps, TurnRule
 from larder.prefill.memory import EntryCapacity, resident_entries
 from larder.prefill.reader import PrefillReader, PrefillSequence
@@ -57,7 +58,7 @@ class Freeze(Schedule):
         return Freezing(DEFAULT_SHARE if self.kept is None else self.kept)
 
     def steps(
-        self, reader: PrefillReader, sequences: Sequence[PrefillSequence], ids: tuple[int, ...]
+        self, reader: PrefillReader, sequences: Sequence[PrefillSequence], ids: TokenIds
     ) -> Steps[None]:
         total = len(ids) * len(sequences)
         for index, sequence in enumerate(sequences):
@@ -66,7 +67,7 @@ class Freeze(Schedule):
             yield len(ids) * (index + 1), total
 
     def _sequence_steps(
-        self, reader: PrefillReader, sequence: PrefillSequence, ids: tuple[int, ...]
+        self, reader: PrefillReader, sequence: PrefillSequence, ids: TokenIds
     ) -> Steps[None]:
         cache, rule = sequence.cache, self.turn_rule.protecting(reader.planner.protect.sinks)
         if not sequence.turn_ends:  # no conversation, or a part of a turn: it may fill the budget

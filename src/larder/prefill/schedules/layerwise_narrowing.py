@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 from larder.core.arguments import require
 from larder.core.errors import BadParameter
+from larder.core.types import TokenIds
 from larder.policy.budgets.unlimited import WITHOUT_LIMIT
 from larder.prefill.reader import PrefillReader, PrefillSequence
 from larder.prefill.schedules._token_choice import (
@@ -65,7 +66,7 @@ class LayerwiseNarrowing(NarrowingSchedule):
         scoring_of("layerwise_narrowing", self.scorer)
 
     def read_steps(
-        self, reader: PrefillReader, sequence: PrefillSequence, ids: tuple[int, ...]
+        self, reader: PrefillReader, sequence: PrefillSequence, ids: TokenIds
     ) -> Iterator[None]:
         spec, reader = reader.decoder.spec, scoring_reader(reader)
         managed = tuple(layer.index for layer in spec.managed)

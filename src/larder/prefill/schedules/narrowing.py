@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 from larder.core.arguments import require
 from larder.core.errors import BadParameter
+from larder.core.types import TokenIds
 from larder.prefill.reader import PrefillReader, PrefillSequence
 from larder.prefill.schedules._token_choice import (
     NarrowingSchedule,
@@ -61,7 +62,7 @@ class Narrowing(NarrowingSchedule):
         scoring_of("narrowing", self.scorer)
 
     def read_steps(
-        self, reader: PrefillReader, sequence: PrefillSequence, ids: tuple[int, ...]
+        self, reader: PrefillReader, sequence: PrefillSequence, ids: TokenIds
     ) -> Iterator[None]:
         layer = layer_index(self.layer, reader.decoder.spec)
         count = max(self._count(len(ids)), largest_quota(reader, layer + 1))

@@ -24,6 +24,7 @@ from larder.cache.forms.parallel import ParallelLayer
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import BadParameter, UsageError
 from larder.core.spelling import spell
+from larder.core.types import TokenIds
 from larder.prefill.base import ContextReuse, ContextText, Schedule, Steps
 from larder.prefill.contexts import (
     BLOCK_TOKENS,
@@ -59,7 +60,7 @@ class Parallel(Schedule):
                 )
 
     def steps(
-        self, reader: PrefillReader, sequences: Sequence[PrefillSequence], ids: tuple[int, ...]
+        self, reader: PrefillReader, sequences: Sequence[PrefillSequence], ids: TokenIds
     ) -> Steps[None]:
         return Whole().steps(reader, sequences, ids)
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from larder.core.arguments import require
 from larder.core.errors import BadParameter
 from larder.core.observation import Observation
-from larder.core.types import Packed
+from larder.core.types import Packed, TokenIds
 from larder.ops.pooling import running_max
 from larder.policy.scorers.base import ReducedScorer
 from larder.prefill.base import Schedule, Steps, split_blocks
@@ -91,7 +91,7 @@ class TwoPasses(Schedule):
         return scoring_of("two_passes", self.scorer)
 
     def steps(
-        self, reader: PrefillReader, sequences: Sequence[PrefillSequence], ids: tuple[int, ...]
+        self, reader: PrefillReader, sequences: Sequence[PrefillSequence], ids: TokenIds
     ) -> Steps[None]:
         total = len(ids) * len(sequences)
         for number, sequence in enumerate(sequences, start=1):
@@ -105,7 +105,7 @@ class TwoPasses(Schedule):
                     yield step and (len(ids) * number, total)
 
     def _sequence_steps(
-        self, reader: PrefillReader, sequence: PrefillSequence, ids: tuple[int, ...], count: int
+        self, reader: PrefillReader, sequence: PrefillSequence, ids: TokenIds, count: int
     ) -> Iterator[None]:
         check_text(self, sequence, ids)
         spec, reader = reader.decoder.spec, scoring_reader(reader)
@@ -151,7 +151,7 @@ class TokenSearch:
         self,
         reader: PrefillReader,
         sequence: PrefillSequence,
-        ids: tuple[int, ...],
+        ids: TokenIds,
         layers: frozenset[int],
         scoring: ReducedScorer | None,
     ) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from larder.core.types import TokenIds
 from larder.prefill.base import Schedule, Steps
 from larder.prefill.reader import PrefillReader, PrefillSequence
 
@@ -24,7 +25,7 @@ class Whole(Schedule):
     """Prefill with one plan, after all tokens are read."""
 
     def steps(
-        self, reader: PrefillReader, sequences: Sequence[PrefillSequence], ids: tuple[int, ...]
+        self, reader: PrefillReader, sequences: Sequence[PrefillSequence], ids: TokenIds
     ) -> Steps[None]:
         total = len(ids) * len(sequences)
         for index, sequence in enumerate(sequences):
@@ -33,9 +34,7 @@ class Whole(Schedule):
             yield len(ids) * (index + 1), total
 
 
-def read_then_plan(
-    reader: PrefillReader, sequence: PrefillSequence, ids: tuple[int, ...]
-) -> Steps[None]:
+def read_then_plan(reader: PrefillReader, sequence: PrefillSequence, ids: TokenIds) -> Steps[None]:
     """Read tokens into one sequence, in large blocks, with one plan behind them."""
     start = sequence.cache.next_position
     scorer = reader.planner.scorer

@@ -53,13 +53,7 @@ class ItemPart(ContentPart):
 
     ignored_fields: ClassVar[frozenset[str]] = frozenset({"annotations", "logprobs"})
     type: Literal[
-        "text",
-        "input_text",
-        "output_text",
-        "refusal",
-        "image_url",
-        "input_image",
-        "reasoning_text",
+        "text", "input_text", "output_text", "refusal", "image_url", "input_image", "reasoning_text"
     ]
 
 

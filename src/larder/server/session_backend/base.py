@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from larder.core.errors import LarderError, Refused
+from larder.core.types import TokenIds
 from larder.engine.sampler import TokenSampler
 from larder.server.answer_text import AnswerText
 from larder.server.serving_policy import ServingPolicy
@@ -133,15 +134,11 @@ class SessionBackend(ABC):
         """
 
     @abstractmethod
-    def needs_closing_pass(
-        self, state: RequestState, reason: str, closing: tuple[int, ...]
-    ) -> bool:
+    def needs_closing_pass(self, state: RequestState, reason: str, closing: TokenIds) -> bool:
         """True if the cache must read the end of the complete answer in one more step."""
 
     @abstractmethod
-    def prepare_turn(
-        self, state: RequestState, reason: str, closing: tuple[int, ...]
-    ) -> CompletedTurn:
+    def prepare_turn(self, state: RequestState, reason: str, closing: TokenIds) -> CompletedTurn:
         """Build the completed turn and the state after it, without committing them."""
 
     @abstractmethod

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from time import perf_counter
 
 from larder.core.errors import BudgetError, LarderError
+from larder.core.types import TokenIds
 from larder.server.admission import chat_turn_demand
 from larder.server.request_state import CacheLoad, PrefillProgress, RequestState
 from larder.server.serving_policy import ServingPolicy
@@ -141,9 +142,7 @@ class ChatBackend(SessionBackend):
         if not answer.finish_reason and answer.active_turn.reader.free_tokens < 1:
             state.prefill.steps = answer.active_turn.reader.end_block_steps(1)
 
-    def needs_closing_pass(
-        self, state: RequestState, reason: str, closing: tuple[int, ...]
-    ) -> bool:
+    def needs_closing_pass(self, state: RequestState, reason: str, closing: TokenIds) -> bool:
         prefill, answer, active_turn = state.prefill, state.answer, state.answer.active_turn
         assert active_turn is not None
         ids, prefill.steps = (*prefill.new_ids, *answer.output_ids, *closing), None
@@ -154,9 +153,7 @@ class ChatBackend(SessionBackend):
         prefill.steps = self._closing_steps(state, active_turn, closing)
         return True
 
-    def prepare_turn(
-        self, state: RequestState, reason: str, closing: tuple[int, ...]
-    ) -> CompletedTurn:
+    def prepare_turn(self, state: RequestState, reason: str, closing: TokenIds) -> CompletedTurn:
         answer, chat_cache = state.answer, state.session.residency.chat_cache
         if answer.completed_turn is None:
             assert chat_cache is not None and answer.active_turn is not None
@@ -168,7 +165,7 @@ class ChatBackend(SessionBackend):
         return answer.completed_turn
 
     def _closing_steps(
-        self, state: RequestState, active_turn: ActiveTurn, closing: tuple[int, ...]
+        self, state: RequestState, active_turn: ActiveTurn, closing: TokenIds
     ) -> PrefillSteps:
         """Read the end of a turn, and bring the cache that holds it back to its budget."""
         answer = state.answer

@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator
 from dataclasses import replace
 
 from larder.core.errors import BudgetError
+from larder.core.types import TokenIds
 from larder.prefill.memory import PeakMemoryMeter
 from larder.server.admission import chat_turn_demand
 from larder.server.request_finisher import FAILURES
@@ -159,7 +160,7 @@ class ChatPrefill:
         session: SessionState,
         chat_cache: ChatCache,
         question: str,
-        prompt: tuple[int, ...],
+        prompt: TokenIds,
         room: int,
     ) -> Generator[object, None, tuple[ActiveTurn, tuple[int, ...]]]:
         """The cache for a question, and the rest of the prompt to read; a prompt longer than M is

@@ -9,6 +9,7 @@ from dataclasses import replace
 from larder.cache.prefix_forks import seal
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import BudgetError
+from larder.core.types import TokenIds
 from larder.prefill.turn_reader import REPLAYED_TOKENS
 from larder.server.context_prompts import ContextPrompts
 from larder.server.image_prompts import ImagePromptEncoder
@@ -194,15 +195,11 @@ class PrefixBackend(SessionBackend):
         if state.cache.plans != plans:
             session.residency.settled_tokens = state.cache.next_position
 
-    def needs_closing_pass(
-        self, state: RequestState, reason: str, closing: tuple[int, ...]
-    ) -> bool:
+    def needs_closing_pass(self, state: RequestState, reason: str, closing: TokenIds) -> bool:
         """False: the next turn reads the end of this one with its prompt."""
         return False
 
-    def prepare_turn(
-        self, state: RequestState, reason: str, closing: tuple[int, ...]
-    ) -> CompletedTurn:
+    def prepare_turn(self, state: RequestState, reason: str, closing: TokenIds) -> CompletedTurn:
         session, read = state.session, state.cache.next_position
         unread = len(state.resolved.prompt_ids) + len(state.answer.output_ids) + len(closing) - read
         session.residency.cached_ids = array(

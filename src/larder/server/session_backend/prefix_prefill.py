@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 
 from larder.cache.sequence import SequenceCache
-from larder.core.types import AppendKind, Mode
+from larder.core.types import AppendKind, Mode, TokenIds
 from larder.models.batch_segment import BatchSegment
 from larder.models.lm_head import LOGITS_CHUNK
 from larder.prefill.base import split_blocks
@@ -107,7 +107,7 @@ class ImageReader:
         return bool(_shown_turns(state))
 
     def split(
-        self, state: RequestState, text: tuple[int, ...], start: int, size: int
+        self, state: RequestState, text: TokenIds, start: int, size: int
     ) -> list[tuple[int, ...]]:
         """Blocks of a text from `start` on, without its last token.
 
@@ -123,7 +123,7 @@ class ImageReader:
             blocks += split_blocks(text[first:stop], size, shown.within(first, stop))
         return blocks
 
-    def read(self, state: RequestState, reader: PrefillReader, block: tuple[int, ...]) -> int:
+    def read(self, state: RequestState, reader: PrefillReader, block: TokenIds) -> int:
         """Append a block to the cache of a request; bytes of the embeddings beside the cache.
 
         Raises:
@@ -198,7 +198,7 @@ class PrefixPrefill:
         self._image_reader, self._texts = ImageReader(images), TokenTexts(images.tokenizer)
         self._disk = disk
 
-    def split(self, state: RequestState, text: tuple[int, ...]) -> None:
+    def split(self, state: RequestState, text: TokenIds) -> None:
         """Split what is left of a text into blocks."""
         prefill, session = state.prefill, state.session
         block = self.block(session)
@@ -302,9 +302,7 @@ class PrefixPrefill:
             return False
         return not self._image_reader.has_images(state)
 
-    def _read_scored(
-        self, state: RequestState, cache: SequenceCache, block: tuple[int, ...]
-    ) -> None:
+    def _read_scored(self, state: RequestState, cache: SequenceCache, block: TokenIds) -> None:
         """Read a block, and send the log-probabilities of the tokens that it predicts."""
         decoder, ids = state.session.serving.runtime.decoder, state.resolved.prompt_ids
         start, scored = cache.next_position, state.prefill.scored_len

@@ -129,9 +129,7 @@ def _formats() -> Iterator[JsonFormat]:
         lambda data, name, _: read_chat_with_questions(data, name),
     )
     yield JsonFormat(
-        CHAT_MESSAGES_SHAPE,
-        is_chat_messages,
-        lambda data, name, _: read_chat_messages(data, name),
+        CHAT_MESSAGES_SHAPE, is_chat_messages, lambda data, name, _: read_chat_messages(data, name)
     )
     from larder.session.files import locomo, realtalk
 

@@ -8,7 +8,6 @@ score, which is a share between 0 and 1; the paper does not print its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from larder.core.errors import BadParameter
 from larder.core.spec import LayerSpec
+from larder.core.types import NamedTensors
 from larder.policy.providers.fast_kvzip import low_rank_gate
 from larder.training.base import LayerData, Method, fit_by_gradient
 from larder.training.labels import WEIGHT
@@ -56,7 +56,7 @@ class FastKVzipGates(Method):
     def fit(self, data: LayerData, layer: LayerSpec, seed: int) -> dict[str, Tensor]:
         states, targets = data.states, data.targets
 
-        def loss(tensors: Mapping[str, Tensor], rows: Tensor) -> Tensor:
+        def loss(tensors: NamedTensors, rows: Tensor) -> Tensor:
             predicted = low_rank_gate(states[rows], tensors).clamp(EDGE, 1 - EDGE)
             return F.binary_cross_entropy(predicted, targets[rows].clamp(0, 1))
 

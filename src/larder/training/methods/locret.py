@@ -8,7 +8,7 @@ copy of the text.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from larder.core.errors import BadParameter
 from larder.core.spec import LayerSpec
+from larder.core.types import NamedTensors
 from larder.policy.providers._layer_gates import perceptron_gate
 from larder.training.base import LayerData, Method, fit_by_gradient
 from larder.training.labels import LOGIT
@@ -53,7 +54,7 @@ class LocretHeads(Method):
         inputs, outputs = Standardization.of(data.states), Standardization.of(data.targets)
         states, targets = inputs.apply(data.states), outputs.apply(data.targets)
 
-        def loss(tensors: Mapping[str, Tensor], rows: Tensor) -> Tensor:
+        def loss(tensors: NamedTensors, rows: Tensor) -> Tensor:
             predicted = perceptron_gate(states[rows], tensors, F.silu)
             rough = (predicted[1:] - predicted[:-1]).square().mean()
             return F.smooth_l1_loss(predicted, targets[rows]) + self.smoothing * rough

@@ -7,7 +7,7 @@ their first maps afterwards, so that they read hidden states as they are.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from larder.core.errors import BadParameter
 from larder.core.family import public_name
 from larder.core.spec import LayerSpec, ModelSpec
+from larder.core.types import NamedTensors, TensorShapes
 from larder.models.attention_backend import CausalAttention
 from larder.models.decoder import Decoder
 from larder.models.learned_weights import LayerTensors
@@ -90,9 +91,7 @@ class GateDistillation(PassageMethod, Generic[Attention]):
         """Provider that takes the weights."""
         return PROVIDERS.load(public_name(type(self)))()
 
-    def shapes(
-        self, layer: LayerSpec, width: int, tensors: Mapping[str, Tensor]
-    ) -> Mapping[str, tuple[int, ...]]:
+    def shapes(self, layer: LayerSpec, width: int, tensors: NamedTensors) -> TensorShapes:
         return self.provider.shapes(layer, width, tensors)
 
     def fit(

@@ -19,6 +19,7 @@ from larder.core.arguments import require
 from larder.core.codec import ResidualSpec
 from larder.core.errors import ModelError
 from larder.core.spec import LayerSpec
+from larder.core.types import NamedTensors, TensorShapes
 from larder.models.attention_backend import CausalAttention
 from larder.models.decoder import Decoder
 from larder.models.learned_weights import LayerTensors
@@ -79,9 +80,7 @@ class AquaTraining(PassageMethod):
             )
         return found
 
-    def shapes(
-        self, layer: LayerSpec, width: int, tensors: Mapping[str, Tensor]
-    ) -> Mapping[str, tuple[int, ...]]:
+    def shapes(self, layer: LayerSpec, width: int, tensors: NamedTensors) -> TensorShapes:
         return AquaPredictions.shapes(layer, len(tensors[f"{SIDES[0]}.weight"]))
 
     def relative_errors(

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from larder.core.errors import BadParameter
 from larder.core.spec import LayerSpec
-from larder.core.types import Queries
+from larder.core.types import NamedTensors, Queries, TensorShapes
 from larder.models.attention_backend import AttentionInputs
 from larder.models.decoder import Decoder
 from larder.models.learned_weights import LayerTensors
@@ -183,9 +183,7 @@ class DuoAttentionGates(PassageMethod):
             "recall_half": self._recall(decoder, passages, dict(zip(indices, parts, strict=True))),
         }
 
-    def shapes(
-        self, layer: LayerSpec, width: int, tensors: Mapping[str, Tensor]
-    ) -> dict[str, tuple[int, ...]]:
+    def shapes(self, layer: LayerSpec, width: int, tensors: NamedTensors) -> TensorShapes:
         return TrainedGates().shapes(layer, width, tensors)
 
     def _states(

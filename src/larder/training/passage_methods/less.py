@@ -15,7 +15,7 @@ what was evicted (there, at 1e-4), and is trained by its logarithm.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -26,6 +26,7 @@ from torch import Tensor
 from larder.cache.forms.low_rank import LowRankMaps
 from larder.core.errors import BadParameter
 from larder.core.spec import LayerSpec
+from larder.core.types import NamedTensors, TensorShapes
 from larder.models.learned_weights import LayerTensors
 from larder.ops.attention import merge_attention, ragged_attention
 from larder.ops.low_rank_attention import RANK, low_rank_attention, low_rank_state
@@ -63,9 +64,7 @@ class LessTraining(EvictionMethod):
     def error_ratio(self, samples: EvictionSamples, tensors: LayerTensors, share: float) -> float:
         return compared_errors(samples, tensors, share)
 
-    def shapes(
-        self, layer: LayerSpec, width: int, tensors: Mapping[str, Tensor]
-    ) -> dict[str, tuple[int, ...]]:
+    def shapes(self, layer: LayerSpec, width: int, tensors: NamedTensors) -> TensorShapes:
         return LowRankMaps.shapes(layer, tensors["query_hidden"].shape[-1])
 
     def fit_layer(
@@ -84,7 +83,7 @@ class LessTraining(EvictionMethod):
         self,
         samples: EvictionSamples,
         cases: Sequence[EvictedSample],
-        tensors: Mapping[str, Tensor],
+        tensors: NamedTensors,
         source: torch.Generator,
     ) -> None:
         """Train tensors in place."""
@@ -171,13 +170,13 @@ def first_maps(layer: LayerSpec, inner: int, source: torch.Generator) -> dict[st
     return tensors
 
 
-def maps_of(tensors: Mapping[str, Tensor]) -> LowRankMaps:
+def maps_of(tensors: NamedTensors) -> LowRankMaps:
     """Maps of tensors in training, which hold the logarithm of the scale."""
     return LowRankMaps(**{**tensors, "key_scale": tensors["key_scale"].exp()})
 
 
 def matched_scale(
-    cases: Sequence[EvictedSample], tensors: Mapping[str, Tensor], layer: LayerSpec
+    cases: Sequence[EvictedSample], tensors: NamedTensors, layer: LayerSpec
 ) -> Float[Tensor, "K 1 rank"]:
     """Scale with which the state has as much attention as the evicted entries, in the mean."""
     maps = LowRankMaps(**tensors)

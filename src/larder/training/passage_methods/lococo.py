@@ -11,7 +11,7 @@ with a convolution of standard deviation 1.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from larder.core.errors import BadParameter
 from larder.core.spec import LayerSpec
+from larder.core.types import NamedTensors, TensorShapes
 from larder.models.learned_weights import LayerTensors
 from larder.policy.compensation.lococo import SLOT_SHARE, slot_weights
 from larder.policy.providers.lococo import SlotConvolution
@@ -51,9 +52,7 @@ class LococoTraining(EvictionMethod):
     def error_ratio(self, samples: EvictionSamples, tensors: LayerTensors, share: float) -> float:
         return dropped_ratio(samples, tensors, share)
 
-    def shapes(
-        self, layer: LayerSpec, width: int, tensors: Mapping[str, Tensor]
-    ) -> Mapping[str, tuple[int, ...]]:
+    def shapes(self, layer: LayerSpec, width: int, tensors: NamedTensors) -> TensorShapes:
         return SlotConvolution().shapes(layer, width, tensors)
 
     def fit_layer(
@@ -81,7 +80,7 @@ class LococoTraining(EvictionMethod):
         self,
         samples: EvictionSamples,
         cases: Sequence[SlotSample],
-        tensors: Mapping[str, Tensor],
+        tensors: NamedTensors,
         source: torch.Generator,
     ) -> None:
         """Train tensors in place."""

@@ -25,7 +25,7 @@ from torch import Tensor
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import BadParameter
 from larder.core.spec import LayerSpec
-from larder.core.types import Keys, Mode, Queries
+from larder.core.types import Keys, Mode, NamedTensors, Queries, TensorShapes, TokenIds
 from larder.models.attention_backend import AttentionInputs, CausalAttention, RenumberedAttention
 from larder.models.batch_segment import BatchSegment
 from larder.models.decoder import Decoder
@@ -216,9 +216,7 @@ class LookaheadTraining(PassageMethod):
                     tallies[name] += float(best_share(known.targets, order, BEST).sum())
         return {name: total / heads for name, total in tallies.items()}
 
-    def shapes(
-        self, layer: LayerSpec, width: int, tensors: Mapping[str, Tensor]
-    ) -> dict[str, tuple[int, ...]]:
+    def shapes(self, layer: LayerSpec, width: int, tensors: NamedTensors) -> TensorShapes:
         return LookaheadTokens().shapes(layer, width, tensors)
 
 
@@ -238,7 +236,7 @@ def predicted_shares(
 
 
 @torch.no_grad()
-def read_prompt(decoder: Decoder, ids: tuple[int, ...], answer: int) -> dict[int, PromptLayer]:
+def read_prompt(decoder: Decoder, ids: TokenIds, answer: int) -> dict[int, PromptLayer]:
     """Layers of a prompt, with the attention of the model's own greedy answer."""
     found, count = dict[int, PromptLayer](), len(ids)
 
@@ -259,7 +257,7 @@ def read_prompt(decoder: Decoder, ids: tuple[int, ...], answer: int) -> dict[int
     return found
 
 
-def greedy_answer(decoder: Decoder, ids: tuple[int, ...], count: int) -> list[int]:
+def greedy_answer(decoder: Decoder, ids: TokenIds, count: int) -> list[int]:
     """The most likely tokens behind a prompt, one after the other, ends of a turn included."""
     cache, answer = SequenceCache(decoder.spec, "dense"), list[int]()
     new = ids

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from larder.core.errors import BadParameter, ModelError
 from larder.core.spec import LayerSpec, ModelSpec
-from larder.core.types import Keys, Queries, Values
+from larder.core.types import Keys, NamedTensors, Queries, TensorShapes, Values
 from larder.models.attention_backend import AttentionInputs, CausalAttention
 from larder.models.decoder import Decoder
 from larder.models.learned_weights import LayerTensors
@@ -210,9 +210,7 @@ class RestoreTraining(PassageMethod):
                     found.setdefault(named, []).append(float(loss.detach()))
         return {name: fmean(numbers) for name, numbers in found.items()}
 
-    def shapes(
-        self, layer: LayerSpec, width: int, tensors: Mapping[str, Tensor]
-    ) -> dict[str, tuple[int, ...]]:
+    def shapes(self, layer: LayerSpec, width: int, tensors: NamedTensors) -> TensorShapes:
         return RestoreTokens().shapes(layer, width, tensors)
 
 
