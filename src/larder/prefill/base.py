@@ -17,7 +17,7 @@ from larder.core.types import TokenIds
 from larder.ops.apportionment import even_ranges
 from larder.policy.scorers.base import ReducedScorer
 from larder.prefill.memory import EntryCapacity
-from larder.prefill.reader import PrefillReader, PrefillSequence
+from larder.prefill.reader import PrefillGroup, PrefillReader, PrefillSequence
 
 if TYPE_CHECKING:  # read where a prompt has contexts
     from larder.prefill.contexts import ChunkSource
@@ -154,9 +154,7 @@ class Schedule(ABC):
         return TurnRule()
 
     @abstractmethod
-    def steps(
-        self, reader: PrefillReader, sequences: Sequence[PrefillSequence], ids: TokenIds
-    ) -> Steps[None]:
+    def steps(self, reader: PrefillReader, sequences: PrefillGroup, ids: TokenIds) -> Steps[None]:
         """Read `ids` into the cache of every sequence and leave each within its budget."""
 
     @property
@@ -205,7 +203,7 @@ class Schedule(ABC):
     def read(
         self,
         reader: PrefillReader,
-        sequences: Sequence[PrefillSequence],
+        sequences: PrefillGroup,
         ids: TokenIds,
         progress: Progress,
     ) -> None:
@@ -214,7 +212,7 @@ class Schedule(ABC):
 
 
 def prefill_blocks(
-    reader: PrefillReader, groups: Sequence[Sequence[PrefillSequence]], ids: TokenIds, tokens: int
+    reader: PrefillReader, groups: Sequence[PrefillGroup], ids: TokenIds, tokens: int
 ) -> Steps[None]:
     """Blockwise prefill with a plan per block: groups in turn, the sequences of a group together.
 

@@ -67,6 +67,9 @@ class PrefillSequence:
     turn_ends: tuple[int, ...] = ()
 
 
+PrefillGroup = Sequence[PrefillSequence]  # read together
+
+
 @dataclass(frozen=True)
 class PrefillReader:
     """Model, policy and budget of a prefill.
@@ -87,7 +90,7 @@ class PrefillReader:
     recall_entries: int = 0
     bound: EntryCapacity | None = None
 
-    def append(self, sequences: Sequence[PrefillSequence], ids: TokenIds) -> None:
+    def append(self, sequences: PrefillGroup, ids: TokenIds) -> None:
         """Read tokens into every sequence without scoring."""
         segments, observer = self._appending(sequences, ids)
         inputs, providers = self.planner.activation_providers, self.planner.token_providers
@@ -103,7 +106,7 @@ class PrefillReader:
                 segment.cache.write_token_columns(layer, by_name, start)
 
     def read_and_evict_steps(
-        self, sequences: Sequence[PrefillSequence], ids: TokenIds, block: TokenIds, start: int
+        self, sequences: PrefillGroup, ids: TokenIds, block: TokenIds, start: int
     ) -> Iterator[None]:
         """Read tokens into every sequence, then bring each cache back within its budget.
 
@@ -274,7 +277,7 @@ class PrefillReader:
         pairs = zip(caches, prompts, strict=True)
         return [gradient_inputs(self.decoder, *pair, providers) for pair in pairs]
 
-    def finish(self, sequence: PrefillSequence, waiting: Sequence[PrefillSequence] = ()) -> None:
+    def finish(self, sequence: PrefillSequence, waiting: PrefillGroup = ()) -> None:
         """Finish a sequence: free the slack of its cache and pass the cache on.
 
         Args:
@@ -288,7 +291,7 @@ class PrefillReader:
         sequence.finish(sequence.cache)
 
     def _appending(
-        self, sequences: Sequence[PrefillSequence], ids: TokenIds
+        self, sequences: PrefillGroup, ids: TokenIds
     ) -> tuple[list[BatchSegment], EvictionPass]:
         """Segments of an appending pass, and an observer that only updates tallies."""
         caches = [sequence.cache for sequence in sequences]
@@ -336,7 +339,7 @@ class PrefillReader:
             self.planner, caches, self.tokens, quotas, self.meter, lengths, listener=listener
         )
 
-    def _fits(self, sequences: Sequence[PrefillSequence], new_tokens: int) -> bool:
+    def _fits(self, sequences: PrefillGroup, new_tokens: int) -> bool:
         """True if every layer of every sequence stays within its budget without a plan.
 
         A cache that has kept everything has offloaded nothing, and needs no recall slots.
@@ -354,7 +357,7 @@ class PrefillReader:
         )
 
 
-def _segments(sequences: Sequence[PrefillSequence], ids: TokenIds) -> list[BatchSegment]:
+def _segments(sequences: PrefillGroup, ids: TokenIds) -> list[BatchSegment]:
     """Segments with the same text for every sequence."""
     segments = list[BatchSegment]()
     for sequence in sequences:

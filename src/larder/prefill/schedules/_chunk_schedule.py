@@ -12,7 +12,7 @@ from larder.core.spelling import spell
 from larder.core.types import TokenIds
 from larder.prefill.base import ContextReuse, ContextText, Schedule, Steps
 from larder.prefill.contexts import check_chunkable
-from larder.prefill.reader import PrefillReader, PrefillSequence
+from larder.prefill.reader import PrefillGroup, PrefillReader, PrefillSequence
 from larder.prefill.schedules.whole import Whole
 
 
@@ -22,9 +22,7 @@ class ChunkedSchedule(Schedule):
 
     cache_form: ClassVar[str] = "blended"
 
-    def steps(
-        self, reader: PrefillReader, sequences: Sequence[PrefillSequence], ids: TokenIds
-    ) -> Steps[None]:
+    def steps(self, reader: PrefillReader, sequences: PrefillGroup, ids: TokenIds) -> Steps[None]:
         return Whole().steps(reader, sequences, ids)
 
     def check(self, reader: PrefillReader) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -24,7 +24,7 @@ from larder.policy.budgets.unlimited import WITHOUT_LIMIT
 from larder.policy.planner import Planner
 from larder.policy.scorers.base import ReducedScorer
 from larder.prefill.base import Schedule, Steps
-from larder.prefill.reader import PrefillReader, PrefillSequence
+from larder.prefill.reader import PrefillGroup, PrefillReader, PrefillSequence
 
 # Number of tokens that are selected behind a layer: called with its index and the number of tokens
 # that reached it.
@@ -173,9 +173,7 @@ class NarrowingSchedule(Schedule):
     def scoring(self) -> ReducedScorer | None:
         return scoring_of(public_name(type(self)), self.scorer)
 
-    def steps(
-        self, reader: PrefillReader, sequences: Sequence[PrefillSequence], ids: TokenIds
-    ) -> Steps[None]:
+    def steps(self, reader: PrefillReader, sequences: PrefillGroup, ids: TokenIds) -> Steps[None]:
         total = len(ids) * len(sequences)
         for number, sequence in enumerate(sequences, start=1):
             check_text(self, sequence, ids)

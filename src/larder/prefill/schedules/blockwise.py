@@ -7,14 +7,13 @@ those of episodes, are built one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from larder.core.errors import BadParameter
 from larder.core.types import TokenIds
 from larder.prefill.base import Schedule, Steps, prefill_blocks
-from larder.prefill.reader import PrefillReader, PrefillSequence
+from larder.prefill.reader import PrefillGroup, PrefillReader
 
 
 @dataclass(frozen=True)
@@ -37,9 +36,7 @@ class Blockwise(Schedule):
     def block_tokens(self) -> int | None:
         return self.tokens
 
-    def steps(
-        self, reader: PrefillReader, sequences: Sequence[PrefillSequence], ids: TokenIds
-    ) -> Steps[None]:
+    def steps(self, reader: PrefillReader, sequences: PrefillGroup, ids: TokenIds) -> Steps[None]:
         return prefill_blocks(
             reader, [(sequence,) for sequence in sequences], ids, self.tokens or len(ids)
         )

@@ -9,7 +9,6 @@ Only the text that was trained on can begin so, with anything behind it; other t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from larder.core.arguments import require
@@ -19,7 +18,7 @@ from larder.core.types import TokenIds
 from larder.models.cartridges import find_cartridge
 from larder.prefill.base import Schedule, Steps
 from larder.prefill.contexts import check_chunkable
-from larder.prefill.reader import PrefillReader, PrefillSequence
+from larder.prefill.reader import PrefillGroup, PrefillReader
 from larder.prefill.schedules.whole import Whole
 
 
@@ -36,9 +35,7 @@ class Cartridge(Schedule):
     def __post_init__(self) -> None:
         require(self.slots >= 1, "cartridge.slots", "at least 1", self.slots)
 
-    def steps(
-        self, reader: PrefillReader, sequences: Sequence[PrefillSequence], ids: TokenIds
-    ) -> Steps[None]:
+    def steps(self, reader: PrefillReader, sequences: PrefillGroup, ids: TokenIds) -> Steps[None]:
         if reader.quotas:
             raise UsageError(
                 f"{spell(self)} holds as many entries as it was trained with, so a budget has no "

@@ -10,7 +10,6 @@ memory (`benchmarks/speed.py episodes`), so there the default builds caches one 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
@@ -22,7 +21,7 @@ from larder.core.spec import POSITION_BYTES
 from larder.core.types import TokenIds
 from larder.ops.apportionment import even_ranges
 from larder.prefill.base import Schedule, Steps, prefill_blocks
-from larder.prefill.reader import PrefillReader, PrefillSequence
+from larder.prefill.reader import PrefillGroup, PrefillReader, PrefillSequence
 
 # Of free memory; the rest is for attention buffers, which the estimate leaves out.
 USABLE_FRACTION = 0.5
@@ -70,16 +69,14 @@ class Episodic(Schedule):
     def block_tokens(self) -> int | None:
         return self.tokens
 
-    def steps(
-        self, reader: PrefillReader, sequences: Sequence[PrefillSequence], ids: TokenIds
-    ) -> Steps[None]:
+    def steps(self, reader: PrefillReader, sequences: PrefillGroup, ids: TokenIds) -> Steps[None]:
         block = self.tokens or len(ids)
         most = self._together(reader, sequences, ids, block)
         groups = [sequences[start:stop] for start, stop in even_ranges(len(sequences), most)]
         return prefill_blocks(reader, groups, ids, block)
 
     def _together(
-        self, reader: PrefillReader, sequences: Sequence[PrefillSequence], ids: TokenIds, block: int
+        self, reader: PrefillReader, sequences: PrefillGroup, ids: TokenIds, block: int
     ) -> int:
         if self.together is Together.ALL:
             return len(sequences)
@@ -100,7 +97,7 @@ def free_device_bytes(device: torch.device) -> int | None:
 
 
 def max_parallel_caches(
-    reader: PrefillReader, sequences: Sequence[PrefillSequence], ids: TokenIds, block: int
+    reader: PrefillReader, sequences: PrefillGroup, ids: TokenIds, block: int
 ) -> int:
     """Number of caches to build together: at least one.
 

@@ -16,7 +16,6 @@ of its blocks, too, where the budget has no room for all of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -27,7 +26,7 @@ from larder.core.errors import BadParameter
 from larder.core.types import TokenIds
 from larder.prefill.base import Schedule, Steps, TurnRule
 from larder.prefill.memory import EntryCapacity, resident_entries
-from larder.prefill.reader import PrefillReader, PrefillSequence
+from larder.prefill.reader import PrefillGroup, PrefillReader, PrefillSequence
 from larder.prefill.schedules.whole import read_then_plan
 
 DEFAULT_SHARE = 0.5  # of a turn, where no text is there to compare the budget with
@@ -57,9 +56,7 @@ class Freeze(Schedule):
     def turn_rule(self) -> Freezing:
         return Freezing(DEFAULT_SHARE if self.kept is None else self.kept)
 
-    def steps(
-        self, reader: PrefillReader, sequences: Sequence[PrefillSequence], ids: TokenIds
-    ) -> Steps[None]:
+    def steps(self, reader: PrefillReader, sequences: PrefillGroup, ids: TokenIds) -> Steps[None]:
         total = len(ids) * len(sequences)
         for index, sequence in enumerate(sequences):
             yield from self._sequence_steps(reader, sequence, ids)

@@ -33,7 +33,7 @@ from larder.prefill.contexts import (
     check_chunkable,
     nbytes_of,
 )
-from larder.prefill.reader import PrefillReader, PrefillSequence
+from larder.prefill.reader import PrefillGroup, PrefillReader, PrefillSequence
 from larder.prefill.schedules.whole import Whole
 
 
@@ -59,9 +59,7 @@ class Parallel(Schedule):
                     f"parallel.{name} must be a number in (0, 1], got {getattr(self, name)}."
                 )
 
-    def steps(
-        self, reader: PrefillReader, sequences: Sequence[PrefillSequence], ids: TokenIds
-    ) -> Steps[None]:
+    def steps(self, reader: PrefillReader, sequences: PrefillGroup, ids: TokenIds) -> Steps[None]:
         return Whole().steps(reader, sequences, ids)
 
     def context_steps(

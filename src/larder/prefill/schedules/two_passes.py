@@ -33,7 +33,7 @@ from larder.core.types import Packed, TokenIds
 from larder.ops.pooling import running_max
 from larder.policy.scorers.base import ReducedScorer
 from larder.prefill.base import Schedule, Steps, split_blocks
-from larder.prefill.reader import PrefillReader, PrefillSequence
+from larder.prefill.reader import PrefillGroup, PrefillReader, PrefillSequence
 from larder.prefill.schedules._token_choice import (
     always_passing,
     check_text,
@@ -90,9 +90,7 @@ class TwoPasses(Schedule):
     def scoring(self) -> ReducedScorer | None:
         return scoring_of("two_passes", self.scorer)
 
-    def steps(
-        self, reader: PrefillReader, sequences: Sequence[PrefillSequence], ids: TokenIds
-    ) -> Steps[None]:
+    def steps(self, reader: PrefillReader, sequences: PrefillGroup, ids: TokenIds) -> Steps[None]:
         total = len(ids) * len(sequences)
         for number, sequence in enumerate(sequences, start=1):
             count = self._count(reader, len(ids))

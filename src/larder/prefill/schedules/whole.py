@@ -7,12 +7,11 @@ exact. No paper of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from larder.core.types import TokenIds
 from larder.prefill.base import Schedule, Steps
-from larder.prefill.reader import PrefillReader, PrefillSequence
+from larder.prefill.reader import PrefillGroup, PrefillReader, PrefillSequence
 
 # Bounds activations; without a plan in between, blocks of any size give the same cache. The last
 # block is longer where a scorer observes more tokens, and is the whole text where it
@@ -24,9 +23,7 @@ BLOCK_TOKENS = 1024
 class Whole(Schedule):
     """Prefill with one plan, after all tokens are read."""
 
-    def steps(
-        self, reader: PrefillReader, sequences: Sequence[PrefillSequence], ids: TokenIds
-    ) -> Steps[None]:
+    def steps(self, reader: PrefillReader, sequences: PrefillGroup, ids: TokenIds) -> Steps[None]:
         total = len(ids) * len(sequences)
         for index, sequence in enumerate(sequences):
             yield from read_then_plan(reader, sequence, ids)
