@@ -190,20 +190,96 @@ def test_results_do_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.equal(*arguments)
 
 
-def test_key_outside_the_sphere_rebuilds_the_tree() -> None:
+def parent_of(index: DciIndex, head: int, entry: int) -> int:
+    """Entry that another one of level 0 is below."""
+    tree = index.forest.head(head)
+    for cell in range(1, index.forest.counts[head, 1]):
+        page = tree["firsts"][cell]
+        while page >= 0:
+            if tree["tiers"][page] == 0 and entry in tree["members"][page]:
+                return int(tree["centers"][cell])
+            page = tree["nexts"][page]
+    raise AssertionError(f"Entry {entry} is in no cell.")
+
+
+@pytest.mark.parametrize("is_readable", [False, True])
+def test_keys_outside_the_sphere_are_below_the_nearest_entries(
+    is_readable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tier, index = grown(SMALL, [(60, 40)])
-    tier.grow((1, 0), scale=100.0)
-    index.add(tier.entries())
-    assert index.forest.built.tolist() == [61, 40]
-    assert float(index.forest.squares[0]) > 10 * float(index.forest.squares[1])
+    square = float(index.forest.squares[0])
+    monkeypatch.setattr(fast, "supports", lambda keys: not is_readable)
+    for count, scale in ((4, 3.0), (4, 1.0), (4, 30.0), (8, 1.0)):
+        tier.grow((count, 0), scale=scale)
+        index.add(tier.entries())
+    assert index.forest.built.tolist() == [60, 40] and float(index.forest.squares[0]) == square
+    keys, radius = tier.keys[0].double().tolist(), square**0.5
+    points = [loop.lifted(key, radius) for key in keys]
+    assert sum(loop.dot(key, key) > square for key in keys) >= 6
+    below = [n for n in range(60, 80) if (index.forest.entries_of(0, index.counts[0]) == n).any()]
+    centers = index.forest.head(0)["centers"][1 : index.forest.counts[0, 1]].tolist()
+    for entry in sorted({*below} - {*centers}):
+        near = parent_of(index, 0, entry)
+        upper = [c for c in centers if c < entry and is_on_level_one(index, c)]
+        nearest = min(loop.distance(points[entry], points[c]) for c in upper)
+        assert loop.distance(points[entry], points[near]) == pytest.approx(nearest)
+
+
+def is_on_level_one(index: DciIndex, entry: int) -> bool:
+    tree = index.forest.head(0)
+    pages = np.nonzero((index.forest.entries_of(0, index.counts[0]) == entry).any(1))[0]
+    return bool((tree["tiers"][pages] == 1).all())
+
+
+def entry_recall(index: DciIndex, tier: Tier, count: int) -> float:
+    """Share of the best keys of each query that are in the pages found for it."""
+    source, shares = torch.Generator().manual_seed(1), list[float]()
+    for _ in range(40):
+        query = torch.randn(LAYER.query_heads, LAYER.head_dim, generator=source)
+        ranked, _ = index.search(query, tier.entries(), count)
+        held = index.contents(ranked.clamp(min=0)).flatten(1)
+        for head, own in enumerate(query):
+            best = (tier.keys[head // LAYER.group] @ own).topk(count).indices
+            shares.append(float(torch.isin(best, held[head]).float().mean()))
+    return sum(shares) / len(shares)
+
+
+def test_long_keys_are_found_as_in_a_tree_built_of_all() -> None:
+    part = Dci(page=4, first=0.2, further=0.3, beam=4)
+    tier, index = grown(part, [(1200, 1200)])
+    for scale in (1.5, 1.0, 4.0, 1.0):
+        for _ in range(50):
+            tier.grow((1, 1), scale=scale)
+            index.add(tier.entries())
+    assert index.forest.built.tolist() == [1200, 1200]
+    built = DciIndex(part, LAYER)
+    built.add(tier.entries())
+    assert entry_recall(index, tier, 8) > entry_recall(built, tier, 8) - 0.02
 
 
 def test_doubled_entries_rebuild_the_tree() -> None:
     tier, index = grown(SMALL, [(60, 40), (59, 40)])
-    assert index.forest.built.tolist() == [60, 80]
-    tier.grow((1, 0))
+    assert index.forest.built.tolist() == [60, 40]
+    tier.grow((1, 70))
     index.add(tier.entries())
-    assert index.forest.built.tolist() == [120, 80]
+    assert index.forest.built.tolist() == [120, 150]
+
+
+def test_steps_build_the_trees_of_a_model_one_at_a_time() -> None:
+    layers = [replace(LAYER, index=number) for number in range(3)]
+    indexes, tier = [DciIndex(SMALL, layer) for layer in layers], Tier(LAYER)
+    tier.grow((60, 60))
+    for index in indexes:
+        index.add(tier.entries())
+    before, most = [60] * 6, 0
+    for _ in range(60, 181):
+        tier.grow((1, 1))
+        for index in indexes:
+            index.add(tier.entries())
+        built = [n for index in indexes for n in index.forest.built.tolist()]
+        most = max(most, sum(a != b for a, b in zip(before, built, strict=True)))
+        before = built
+    assert most == 1 and min(before) >= 120
 
 
 def test_full_page_is_split() -> None:
@@ -256,3 +332,31 @@ def test_c_kernel_equals_numba(dtype, head_dim, variant) -> None:
         strict=True,
     ):
         assert np.array_equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [24, pytest.param(600, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("variant", Variant)
+def test_c_insertion_equals_numba(dtype, head_dim, variant, monkeypatch) -> None:
+    layer = replace(a_layer(kv_heads=2, group=1), head_dim=head_dim)
+    tier = Tier(layer, 0, dtype)
+    index = DciIndex(Dci(page=4, variant=variant, first=0.2, further=0.3), layer)
+    tier.grow((300, 200))
+    index.add(tier.entries())
+    monkeypatch.setattr(_dci_build, "EXACT_LEVEL_ENTRIES", 0)
+    twin = copy.deepcopy(index)
+    for scale in (1.0, 5.0):
+        tier.grow((40, 60), scale)
+        index.add(tier.entries())
+        with monkeypatch.context() as patch:
+            patch.setattr(fast, "insertion_library", lambda head_dim: None)
+            twin.add(tier.entries())
+    tier.grow((400, 400))
+    for each, has_library in ((index, True), (twin, False)):
+        with monkeypatch.context() as patch:
+            if not has_library:
+                patch.setattr(fast, "insertion_library", lambda head_dim: None)
+            each.add(tier.entries())
+    ours, theirs = index.state(), twin.state()
+    assert index.forest.built.tolist() == [780, 720]
+    assert all(torch.allclose(ours[n].double(), theirs[n].double(), atol=1e-4) for n in ours)

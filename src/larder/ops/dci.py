@@ -272,9 +272,10 @@ class _Head:
         rows = self.keys[torch.from_numpy(self.centers[members] if level else members).long()]
         products = rows.float() @ query
         if square >= 0:
-            tails = (square - rows.float().square().sum(-1)).clamp(min=0).sqrt()
+            rest = square - rows.float().square().sum(-1)
             own = max(square - float(query.square().sum()), 0.0)
-            products = products + tails * math.sqrt(own)
+            # A key outside of the sphere is lifted by 0, and is farther away by what it is longer.
+            products = products + rest.clamp(min=0).sqrt() * math.sqrt(own) + rest.clamp(max=0) / 2
         return products.tolist()
 
     def _projected(self, entries: list[int], square: float, direction: Array) -> Array:

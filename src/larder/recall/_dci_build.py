@@ -167,23 +167,29 @@ class LevelAssigner:
 
     def initial_levels(self, count: int, head: int) -> tuple[Array, int]:
         """Levels of the first `count` entries of a head, and that of the next."""
-        if not self.drawn:
-            sizes = np.zeros(MAX_LEVELS, np.int64)
-            targets, _, upcoming = count_levels(count, self._ratios, MAX_LEVELS, sizes, 0, 0)
-            return targets, upcoming
-        _, targets = np.unique(self._draws(0, count, head), return_inverse=True)
-        return targets, 0
-
-    def next_levels(self, forest: DciForest, head: int, count: int) -> Array:
-        """Levels of new entries of an existing tree, whose height stays the same."""
-        levels = int(forest.levels[head])
         if self.drawn:
-            known = int(forest.known[head])
-            targets = np.minimum(self._draws(known, count, head), levels - 1)
-            forest.sizes[head] += np.bincount(targets, minlength=MAX_LEVELS)
-            return targets
-        at = forest.sizes[head], levels, int(forest.upcoming[head])
-        targets, _, forest.upcoming[head] = count_levels(count, self._ratios, levels, *at)
+            _, targets = np.unique(self._draws(0, count, head), return_inverse=True)
+            return targets, 0
+        sizes, (levels, upcoming) = np.zeros((1, MAX_LEVELS), np.int64), np.zeros((2, 1), np.int64)
+        coming, most = np.array([[count], [MAX_LEVELS]], np.int64)
+        targets = count_levels(coming, self._ratios, most, sizes, levels, upcoming)
+        return targets[0], int(upcoming[0])
+
+    def next_levels(self, forest: DciForest, coming: Array) -> Array:
+        """Levels [K, N] of new entries of existing trees, whose height stays the same; -1 behind
+        the last of a tree.
+        """
+        if not self.drawn:
+            own = forest.levels.copy()
+            return count_levels(
+                coming, self._ratios, own, forest.sizes, forest.levels, forest.upcoming
+            )
+        targets = np.full((len(coming), int(coming.max())), -1, np.int64)
+        for head in np.nonzero(coming)[0].tolist():
+            count, highest = int(coming[head]), int(forest.levels[head]) - 1
+            drawn = np.minimum(self._draws(int(forest.known[head]), count, head), highest)
+            forest.sizes[head] += np.bincount(drawn, minlength=MAX_LEVELS)
+            targets[head, :count] = drawn
         return targets
 
     @property

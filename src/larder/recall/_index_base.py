@@ -138,10 +138,23 @@ def check_new_entries(entries: Entries, indexed: tuple[int, ...], layer: int) ->
                 f"The recall index of layer {layer} has {first} entries of kv head {head}, but the "
                 f"slow tier has {length}: entries never leave a slow tier; build a new index."
             )
+    if _are_few_and_finite(entries, indexed):
+        return
+    for head, first in enumerate(indexed):
         coming = entries.keys_from(head, first)
         # The sum of finite keys is finite, except for overflow: then each key is checked.
         if not bool(coming.float().sum().isfinite()):
             _check_rows(coming.isfinite().all(-1), first, head, layer)
+
+
+def _are_few_and_finite(entries: Entries, indexed: tuple[int, ...]) -> bool:
+    """True if no head has more than one new key, as in a decode step, and all are finite."""
+    new = [length - first for length, first in zip(entries.lengths, indexed, strict=True)]
+    if entries.is_coded or max(new) > 1:
+        return False
+    layout = zip(entries.starts, indexed, new, strict=True)
+    rows = [start + first for start, first, count in layout if count]
+    return bool(entries.keys_at(torch.tensor(rows, dtype=torch.int64)).float().sum().isfinite())
 
 
 def indexed_layout(

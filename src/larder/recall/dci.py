@@ -19,10 +19,13 @@ gives neither its ratio nor its search width. The width of the released code gro
 its cells have 100 entries: from 20,000 on it scores 15 % of all keys. Ours are small, and the
 8-bit mean of all entries under a cell predicts its contents better than one entry does.
 
-Differences from paper and code in every variant: c is 1.05 times the largest norm and fixed until
-a larger key comes, when the tree is rebuilt, as it is at twice the entries it was built of. Until
-then the tree gets no higher, means stay, and a new entry takes no children from others. Inside a
-visited cell every entry is scored; the code stops at 80 %.
+Differences from paper and code in every variant: c is 1.05 times the largest norm of the keys that
+the tree was built of. A longer key that comes later is lifted to [k / c, 0], outside of the sphere,
+and its parent is still the nearest entry; the order of its products with queries is exact anyway.
+A tree is built again at twice the entries it was built of; where entries come one by one, at two
+to three times, another length in each tree of a model, so that no step builds many. Until then the
+tree gets no higher, means stay, and a new entry takes no children from others. Inside a visited
+cell every entry is scored; the code stops at 80 %.
 """
 
 from __future__ import annotations
@@ -50,7 +53,9 @@ from larder.recall._dci_forest import Array, DciForest
 from larder.recall._index_base import check_new_entries, indexed_layout
 
 MARGIN = 1.05  # of the radius, over the largest norm
-GROWTH = 2  # times the entries that a tree was built of: it is rebuilt
+GROWTH = 2  # times the entries that a tree was built of: it is built again
+MAX_STEP_ENTRIES = 64  # new entries of a head in a decode step, and not of a text that is read
+GOLDEN_RATIO = (5**0.5 - 1) / 2  # its multiples modulo 1 are spread evenly
 PARENT_BEAM = 16  # cells of each level that are searched for the parent of a new entry
 
 
@@ -124,16 +129,25 @@ class DciIndex(RecallIndex):
         forest = self.forest
         check_new_entries(entries, tuple(forest.known.tolist()), self._layer.index)
         coming = np.array(entries.lengths) - forest.known
-        grows = np.array(entries.lengths) >= GROWTH * forest.built
         for head in np.nonzero(coming)[0].tolist():
-            square = _largest(entries.keys_from(head, int(forest.known[head])))
-            if grows[head] or square > forest.squares[head]:
+            if entries.lengths[head] >= self._due(head, int(coming[head])):
                 self._build(head, entries.head_keys(head))
                 coming[head] = 0
         if bool(coming.any()):
             self._insert(entries, coming)
         forest.known[:] = entries.lengths
         forest.peaks = np.maximum(forest.peaks, forest.counts[:, 0])
+
+    def _due(self, head: int, coming: int) -> float:
+        """Entries at which the tree of a head is built again, if `coming` of them are new.
+
+        In decode steps, in which few are new, each tree of a model is due at another length.
+        """
+        built = int(self.forest.built[head])
+        if coming > MAX_STEP_ENTRIES:
+            return float(GROWTH * built)
+        tree = self._layer.index * self._layer.kv_heads + head
+        return built * (GROWTH + tree * GOLDEN_RATIO % 1)
 
     def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
         ranked, _ = self.search(queries, entries, count)
@@ -237,11 +251,7 @@ class DciIndex(RecallIndex):
 
     def _insert(self, entries: Entries, coming: Array) -> None:
         forest = self.forest
-        targets = np.full((len(coming), int(coming.max())), -1, np.int64)
-        for head in np.nonzero(coming)[0].tolist():
-            targets[head, : coming[head]] = self._levels.next_levels(
-                forest, head, int(coming[head])
-            )
+        targets = self._levels.next_levels(forest, coming)
         cells = forest.counts[:, 1] + (targets > 0).sum(1)
         forest.reserve(forest.counts[:, 0] + coming, cells)
         dci.insert(

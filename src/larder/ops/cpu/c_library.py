@@ -238,10 +238,7 @@ def _declare(library: ctypes.CDLL) -> None:
         linear = getattr(library, f"larder_linear{suffix}")
         linear.argtypes = [*[POINTER] * 3, *[INTEGER] * 3, POINTER, ctypes.c_int32]
         getattr(library, f"larder_most_rows{suffix}").restype = INTEGER
-    library.larder_load_pages.argtypes = [POINTER]
-    if hasattr(library, "larder_recall_step"):
-        library.larder_recall_step.argtypes = [POINTER]
-    library.larder_tree_search.argtypes = [ctypes.POINTER(TreeSearchCall)]
+    _declare_recall(library)
     library.larder_decode_step.argtypes = [ctypes.POINTER(AttentionCall), POINTER, POINTER]
     library.larder_top_masks.argtypes = [POINTER, INTEGER, INTEGER, INTEGER, POINTER]
     library.larder_weights_from_logits.argtypes = [ctypes.POINTER(WeighingCall)]
@@ -278,6 +275,19 @@ def _declare(library: ctypes.CDLL) -> None:
     _declare_range_coder(library)
     if hasattr(library, "larder_encode_planes"):
         _declare_planes(library)
+
+
+def _declare_recall(library: ctypes.CDLL) -> None:
+    """The same of trees of keys and slots of pages; a library of an older version lacks some."""
+    library.larder_load_pages.argtypes = [POINTER]
+    library.larder_tree_search.argtypes = [ctypes.POINTER(TreeSearchCall)]
+    if hasattr(library, "larder_recall_step"):
+        library.larder_recall_step.argtypes = [POINTER]
+    if hasattr(library, "larder_tree_insert"):
+        library.larder_tree_insert.argtypes = [POINTER]
+        library.larder_tree_parents.argtypes = [POINTER]
+        library.larder_tree_levels.argtypes = [INTEGER, INTEGER, *[POINTER] * 7]
+        library.larder_tree_levels.restype = None
 
 
 def _declare_range_coder(library: ctypes.CDLL) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from ctypes import byref
+from ctypes import CDLL, Structure, addressof, byref, c_float
 
 import numpy as np
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from larder.ops.cpu.c_library import TreeSearchCall, c_library
+from larder.ops.cpu.c_library import INTEGER, POINTER, TreeSearchCall, c_library
 from larder.ops.cpu.decode_attention import (
     MAX_HEAD_DIM,
     SUPPORTED_DTYPES,
@@ -20,6 +20,28 @@ from larder.ops.cpu.decode_attention import (
 )
 
 Array = Shaped[np.ndarray, "..."]
+
+
+class TreeInsertion(Structure):
+    """`struct tree_insertion` of c/tree_insertion.c."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("trees", "targets", "indexed", "squares", "direction")),
+        *((name, POINTER) for name in ("members", "fills", "versions", "nexts", "lows", "tiers")),
+        *((name, POINTER) for name in ("firsts", "centers", "scales", "means", "counts")),
+        *((name, INTEGER) for name in ("width", "mean_dim")),
+    ]
+
+
+class ParentSearch(Structure):
+    """`struct parent_search` of c/tree_insertion.c."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("tree", "entries", "found")),
+        *((name, INTEGER) for name in ("count", "target", "next", "failed")),
+        ("square", c_float),
+    ]
+
 
 KEYS_PER_CELL = 16  # estimate for the work of a search
 MAX_SERIAL_FLOATS = 1 << 22  # floats that one thread multiplies: about a millisecond
@@ -61,7 +83,7 @@ def as_integers(numbers: Array) -> Array:
 
 
 def search_call(
-    queries: Float[Tensor, "H D"],
+    queries: Float[Tensor, "H D"] | None,
     keys: Float[Tensor, "C D"],
     layout: tuple[Array, ...],
     tree: tuple[Array, ...],
@@ -71,22 +93,23 @@ def search_call(
     which the caller keeps.
 
     Args:
-        queries: float32 and contiguous.
+        queries: float32 and contiguous; None for a call that reads no queries.
         layout: starts, levels, beams, bases of pages and bases of cells, by `as_integers`.
     """
     members, fills, _, nexts, _, _, firsts, centers, scales, means = tree
+    heads = len(layout[0]) if queries is None else queries.shape[0]
     return TreeSearchCall(
-        queries.data_ptr(),
+        None if queries is None else queries.data_ptr(),
         keys.data_ptr(),
         *(each.ctypes.data for each in (*layout, members, fills, nexts, firsts, centers, scales)),
         means.ctypes.data if means.shape[1] else None,
-        heads=queries.shape[0],
+        heads=heads,
         trees=len(layout[0]),
-        head_dim=queries.shape[1],
+        head_dim=keys.shape[1],
         item_bytes=keys.element_size(),
         page=members.shape[1],
         count=count,
-        threads=max(1, min(torch.get_num_threads(), queries.shape[0])),
+        threads=max(1, min(torch.get_num_threads(), heads)),
     )
 
 
@@ -126,26 +149,47 @@ def insert(
     counts: Array,
 ) -> None:
     """Kernel of `insert`, in parallel over heads."""
-    from larder.ops.cpu import dci_insert_kernels as kernels
+    library = insertion_library(keys.shape[1])
+    if library is None:
+        layout = tree, bases, levels, beams, counts
+        numba_insert(targets, indexed, keys, starts, squares, direction, *layout)
+        return
+    whole = tuple(as_integers(each) for each in (starts, levels, beams, *bases))
+    searched = search_call(None, keys.detach(), whole, tree, 0)
+    given = as_integers(targets), as_integers(indexed), np.ascontiguousarray(squares, np.float32)
+    members, fills, versions, nexts, lows, tiers, firsts, centers, scales, means = tree
+    arrays = members, fills, versions, nexts, lows, tiers, firsts, centers, scales, means, counts
+    call = TreeInsertion(
+        addressof(searched),
+        *(each.ctypes.data for each in (*given, direction, *arrays)),
+        width=targets.shape[1],
+        mean_dim=means.shape[1],
+    )
+    if library.larder_tree_insert(byref(call)):
+        raise MemoryError("The insertion into a tree of keys could not allocate its buffers.")
+
+
+def numba_insert(
+    targets: Array,
+    indexed: Array,
+    keys: Float[Tensor, "C D"],
+    starts: Array,
+    squares: Array,
+    direction: Array,
+    tree: tuple[Array, ...],
+    bases: Array,
+    levels: Array,
+    beams: Array,
+    counts: Array,
+) -> None:
+    """`insert` where no C kernel was compiled, and for heads that are too long for it."""
+    from larder.ops.cpu import dci_insert_kernels as kernels  # compiles: not before it is needed
 
     stored = as_numpy(keys.detach())
 
     def insert_heads(first: int, stop: int) -> None:
-        kernels.insert(
-            first,
-            stop,
-            targets,
-            indexed,
-            stored,
-            starts,
-            squares,
-            direction,
-            tree,
-            bases,
-            levels,
-            beams,
-            counts,
-        )
+        given = targets, indexed, stored, starts, squares, direction, tree, bases
+        kernels.insert(first, stop, *given, levels, beams, counts)
 
     work = int((targets >= 0).sum()) * int(beams.max()) * KEYS_PER_CELL * keys.shape[1]
     _run_in_threads(len(starts), work, insert_heads)
@@ -162,6 +206,44 @@ def parents(
     beam: int,
 ) -> Array:
     """Kernel of `parents`, in parallel over entries."""
+    library = insertion_library(keys.shape[1])
+    if library is None:
+        return numba_parents(keys, entries, square, pages, cells, levels, target, beam)
+    found = np.empty(len(entries), np.int64)
+    members, fills, nexts = pages
+    whole = tuple(
+        np.array(each, np.int64)
+        for each in ([0], [levels], [beam], [0, len(fills)], [0, len(cells[0])])
+    )
+    unused = np.empty(0)
+    tree = members, fills, unused, nexts, unused, unused, *cells
+    searched = search_call(None, keys.detach(), whole, tree, 0)
+    searched.threads = torch.get_num_threads()
+    given = as_integers(entries)
+    call = ParentSearch(
+        addressof(searched),
+        given.ctypes.data,
+        found.ctypes.data,
+        count=len(entries),
+        target=target,
+        square=square,
+    )
+    if library.larder_tree_parents(byref(call)):
+        raise MemoryError("The search for parents of entries could not allocate its buffers.")
+    return found
+
+
+def numba_parents(
+    keys: Float[Tensor, "S D"],
+    entries: Array,
+    square: float,
+    pages: tuple[Array, ...],
+    cells: tuple[Array, ...],
+    levels: int,
+    target: int,
+    beam: int,
+) -> Array:
+    """`parents` where no C kernel was compiled, and for heads that are too long for it."""
     from larder.ops.cpu import dci_insert_kernels as kernels
 
     found = np.empty(len(entries), np.int64)
@@ -178,13 +260,37 @@ def parents(
 
 
 def count_levels(
-    count: int, ratios: Array, most: int, sizes: Array, levels: int, upcoming: int
-) -> tuple[Array, int, int]:
-    """Levels of the next entries, number of levels afterwards, and level of the entry behind."""
+    coming: Array, ratios: Array, most: Array, sizes: Array, levels: Array, upcoming: Array
+) -> Array:
+    """Levels [K, N] of the next entries of each tree, -1 behind the last.
+
+    Args:
+        coming: number of these entries.
+        ratios: size of level 1 over that of level 0, and of each level over that below.
+        most: levels that each tree may have.
+        sizes: entries of each level of each tree; updated in place.
+        levels, upcoming: levels of each tree, and the level of its next entry; updated in place.
+    """
+    targets = np.full((len(coming), int(coming.max(initial=0))), -1, np.int64)
+    library = insertion_library(0)
+    if library is not None:
+        own = as_integers(coming), ratios, as_integers(most), levels, sizes, upcoming, targets
+        library.larder_tree_levels(*targets.shape, *(each.ctypes.data for each in own))
+        return targets
     from larder.ops.cpu import dci_insert_kernels as kernels
 
-    targets = np.empty(count, np.int64)
-    return targets, *kernels.count_levels(count, ratios, most, sizes, levels, upcoming, targets)
+    for tree, count in enumerate(coming.tolist()):
+        at = sizes[tree], int(levels[tree]), int(upcoming[tree])
+        after = kernels.count_levels(count, ratios, int(most[tree]), *at, targets[tree, :count])
+        levels[tree], upcoming[tree] = after
+    return targets
+
+
+def insertion_library(head_dim: int) -> CDLL | None:
+    """The library, if it has the kernels of insertion, as one of an older version does not."""
+    library = c_library()
+    has_kernels = library is not None and hasattr(library, "larder_tree_insert")
+    return library if has_kernels and head_dim <= MAX_HEAD_DIM else None
 
 
 def _run_in_threads(count: int, floats: int, go: Callable[[int, int], None]) -> None:

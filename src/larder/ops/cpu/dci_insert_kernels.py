@@ -16,13 +16,20 @@ from larder.ops.cpu.search_kernels import insert_ranked
 
 @njit_kernel
 def add_lifted_products(stored, rows, count, tail, square, scratch, dots):
-    """Add the product of the lifted dimension: keys on a sphere of squared radius `square`."""
+    """Add the product of the lifted dimension: keys on a sphere of squared radius `square`.
+
+    A key outside of it is lifted by 0, and is farther away by what it is longer.
+    """
     for at in range(count):
         key = load_key(stored, rows[at], scratch[0])
         total = np.float32(0.0)
         for d in range(key.size):
             total += key[d] * key[d]
-        dots[at] += tail * np.float32(math.sqrt(max(square - total, np.float32(0.0))))
+        rest = square - total
+        if rest > 0:
+            dots[at] += tail * np.float32(math.sqrt(rest))
+        else:
+            dots[at] += rest / np.float32(2.0)
 
 
 @njit_kernel

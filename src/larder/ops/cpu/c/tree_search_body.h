@@ -44,6 +44,7 @@ TARGET INLINE void NAME(compare_page)(const struct tree_search *call, const floa
                                       struct ranking *pages, struct ranking *cells, int64_t dim) {
     const int32_t *members = call->members + (call->page_bases[tree] + page) * call->page;
     int64_t fill = call->fills[call->page_bases[tree] + page], cell_base = call->cell_bases[tree];
+    int is_by_means = level && call->means;
     float best = -INFINITY;
     for (int64_t first = 0; first < fill; first += LANES) {
         int64_t count = fill - first < LANES ? fill - first : LANES;
@@ -51,16 +52,17 @@ TARGET INLINE void NAME(compare_page)(const struct tree_search *call, const floa
         const int8_t *means[LANES];
         for (int64_t b = 0; b < count; b++) {
             rows[b] = row_of_member(call, tree, members[first + b], level);
-            means[b] = call->means + (cell_base + members[first + b]) * dim;
+            if (is_by_means)
+                means[b] = call->means + (cell_base + members[first + b]) * dim;
         }
         floats dots = NAME(key_products)(query, rows, count, call->item_bytes, dim), scores = dots;
-        if (level && call->means)
+        if (is_by_means)
             scores = NAME(mean_products)(query, means, count, dim);
         for (int64_t b = 0; b < count; b++) {
             int64_t cell = cell_base + members[first + b];
             best = dots[b] > best ? dots[b] : best;
             if (level)
-                insert_ranked(cells, call->means ? scores[b] * call->scales[cell] : scores[b],
+                insert_ranked(cells, is_by_means ? scores[b] * call->scales[cell] : scores[b],
                               members[first + b]);
         }
     }
@@ -79,7 +81,7 @@ TARGET INLINE void NAME(descend)(const struct tree_search *call, int64_t tree, c
             if (p + MEMBERS_AHEAD < count)
                 fetch_members(call, tree, listed[p + MEMBERS_AHEAD]);
             if (p + KEYS_AHEAD >= 0 && p + KEYS_AHEAD < count)
-                fetch_page(call, tree, listed[p + KEYS_AHEAD], level);
+                fetch_page(call, tree, listed[p + KEYS_AHEAD], level, call->means);
             if (p < 0)
                 continue;
             NAME(compare_page)(call, query, tree, listed[p], level, pages, cells, dim);
