@@ -27,14 +27,28 @@ TARGET INLINE float NAME(sum)(floats values) {
     return sum;
 }
 
+/* Have the row AHEAD of another one on its way to the processor's cache, unless a bias hides it.
+ *
+ * stop: rows from there on may be of another head, or not be there. */
+INLINE void NAME(fetch_ahead)(const struct attention *call, const char *stored, int64_t row,
+                              int64_t stop, int64_t dim) {
+    int64_t bytes = dim * call->item_bytes;
+    int has_bias = call->bias && !call->splice && row + AHEAD < stop;
+    if (call->coded || (has_bias && call->bias[row + AHEAD] < HIDDEN_BIAS))
+        return;
+    for (int64_t byte = 0; byte < bytes; byte += LINE)
+        __builtin_prefetch(stored + (row + AHEAD) * bytes + byte, 0, 2);
+}
+
 /* Logits of the stored rows [first, first + count) with every query, biases included; products of
  * the `seen` rows alone. */
 TARGET INLINE void NAME(score)(const struct attention *call, const floats *queries, int64_t first,
-                               int64_t count, uint32_t seen, floats *logits, floats *sums,
-                               int64_t dim) {
+                               int64_t count, int64_t stop, uint32_t seen, floats *logits,
+                               floats *sums, int64_t dim) {
     const char *keys = (const char *)call->keys;
     int64_t vectors = (dim + LANES - 1) / LANES, rows = call->num_queries;
     for (int64_t b = 0; b < LANES; b++) {
+        NAME(fetch_ahead)(call, keys, first + b, stop, dim);
         if (!(seen >> b & 1)) {
             for (int64_t n = 0; n < rows; n++)
                 sums[n * LANES + b] = (floats){0};
@@ -42,8 +56,6 @@ TARGET INLINE void NAME(score)(const struct attention *call, const floats *queri
         }
         const char *key = keys + (first + b) * dim * call->item_bytes;
         floats row[MAX_VECTORS];
-        for (int64_t byte = 0; !call->coded && byte < dim * call->item_bytes; byte += LINE)
-            __builtin_prefetch(key + AHEAD * dim * call->item_bytes + byte, 0, 2);
         for (int64_t v = 0; v < vectors; v++)
             row[v] = NAME(load)(key, v * LANES, dim, call->item_bytes == 2);
         for (int64_t n = 0; n < rows; n++) {
@@ -87,16 +99,18 @@ TARGET INLINE void NAME(raise)(floats *logits, int64_t count, int64_t rows, int6
 
 /* Add the weighted value rows of one block that are `seen`. */
 TARGET INLINE void NAME(accumulate)(const struct attention *call, const floats *weights,
-                                    int64_t first, uint32_t seen, floats *values, floats *outs,
-                                    int64_t dim) {
+                                    int64_t first, int64_t stop, uint32_t seen, floats *values,
+                                    floats *outs, int64_t dim) {
     const char *stored = (const char *)call->values;
     int64_t vectors = (dim + LANES - 1) / LANES, count = 0, lanes[LANES];
     for (; seen; seen &= seen - 1)
         lanes[count++] = __builtin_ctz(seen);
+    for (int64_t b = 0; call->bias && b < LANES; b++)
+        NAME(fetch_ahead)(call, stored, first + b, stop, dim);
     for (int64_t b = 0; b < count; b++) {
         const char *value = stored + (first + lanes[b]) * dim * call->item_bytes;
-        for (int64_t byte = 0; !call->coded && byte < dim * call->item_bytes; byte += LINE)
-            __builtin_prefetch(value + AHEAD * dim * call->item_bytes + byte, 0, 2);
+        if (!call->bias)
+            NAME(fetch_ahead)(call, stored, first + lanes[b], stop, dim);
         for (int64_t v = 0; v < vectors; v++)
             values[b * vectors + v] =
                 NAME(load)(value, v * LANES, dim, call->item_bytes == 2);
@@ -156,9 +170,9 @@ TARGET INLINE void NAME(attend_part)(const struct attention *call, const float *
         uint32_t seen = NAME(seen_rows)(from, row, count);
         if (!seen && !from->logits)
             continue;
-        NAME(score)(from, scaled, row, count, seen, logits, sums, dim);
+        NAME(score)(from, scaled, row, count, stop, seen, logits, sums, dim);
         NAME(raise)(logits, count, rows, vectors, peaks, masses, outs);
-        NAME(accumulate)(from, logits, row, seen, values, outs, dim);
+        NAME(accumulate)(from, logits, row, stop, seen, values, outs, dim);
     }
     for (int64_t n = 0; n < rows; n++)
         memcpy(out + n * dim, &outs[n * vectors], (size_t)dim * sizeof(float));

@@ -7,6 +7,8 @@
 #include "page_slots.h"
 
 #define NO_PAGE -1
+#define CACHE_LINE 64 /* bytes */
+#define PAGES_AHEAD 4 /* pages of which those that move are fetched before they are copied */
 
 /* Slot of each requested page: its present one, or the first that is not requested. */
 static void choose_slots(const struct page_load *call, int64_t set, int64_t *into, char *taken) {
@@ -43,6 +45,17 @@ static void copy_page(const struct page_load *call, int64_t set, int64_t r, int6
     }
 }
 
+/* Have the entries of a page on their way to the processor's cache. */
+static void fetch_entries(const struct page_load *call, int64_t set, int64_t r) {
+    const int64_t *numbers = call->numbers + (set * call->width + r) * call->page;
+    int64_t start = call->starts[set / (call->sets / call->kv_heads)], bytes = call->row_bytes;
+    for (int64_t s = 0; s < call->page; s++)
+        for (int64_t byte = 0; numbers[s] >= 0 && byte < bytes; byte += CACHE_LINE) {
+            __builtin_prefetch(call->keys + (start + numbers[s]) * bytes + byte, 0, 2);
+            __builtin_prefetch(call->values + (start + numbers[s]) * bytes + byte, 0, 2);
+        }
+}
+
 /* Move the requested pages that are not in their slots, and record where they are. */
 static void move_pages(struct page_load *call, int64_t set, const int64_t *into, char *moves) {
     const int64_t *pages = call->pages + set * call->width;
@@ -56,9 +69,13 @@ static void move_pages(struct page_load *call, int64_t set, const int64_t *into,
         if (moves[r] && held[into[r]] >= 0)
             table[held[into[r]]] = NO_PAGE;
     }
+    int64_t ahead = 0; /* page whose entries are fetched next */
     for (int64_t r = 0; r < call->width; r++) {
         if (!moves[r])
             continue;
+        for (; ahead < call->width && ahead <= r + PAGES_AHEAD; ahead++)
+            if (moves[ahead])
+                fetch_entries(call, set, ahead);
         copy_page(call, set, r, into[r]);
         int64_t stale = table[pages[r]]; /* former slot of a page whose contents changed */
         if (stale >= 0 && stale != into[r])
