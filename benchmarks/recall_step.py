@@ -1,13 +1,14 @@
 """Time of a decode step over IceCache, relative to the full cache, on random weights and entries.
 
     python benchmarks/recall_step.py --entries 4096 16384 32768 --rounds 5
+    python benchmarks/recall_step.py --entries 32768 --budget 1/4 1/16 256 --rounds 5
 
-The model has the shape of Qwen3-0.6B unless options say otherwise. A quarter of the entries is the
-budget. `searched` searches at every step, `icecache` reads all entries up to the break-even of this
-machine; `three calls` searches, loads and attends in a call of its own each, in place of one call.
-Each round takes the cases in turn: 17 steps, in which every layer offloads 16 entries once, as
-`icecache` does. Medians of CPU time over all steps, their quartiles, and the longest step of a
-round.
+The model has the shape of Qwen3-0.6B unless options say otherwise. A budget is a number of entries,
+or a share of them. `searched` searches at every step, `icecache` reads all entries up to the
+break-even of this machine; `three calls` searches, loads and attends in a call of its own each, in
+place of one call. Each round takes the cases in turn: 17 steps, in which every layer offloads 16
+entries once, as `icecache` does. Medians of CPU time over all steps, their quartiles, and the
+longest step of a round and of all, behind the step that builds the index.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import statistics
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 from unittest.mock import patch
 
@@ -91,14 +93,49 @@ def takes_no_call(*given: object) -> bool:
 def round_seconds(decoder: Decoder, name: str, cache: SequenceCache) -> list[float]:
     """CPU seconds of the steps of a case."""
     is_split = patch.object(PageFetcher, "takes_one_call", takes_no_call)
-    with is_split if name == "three calls" else nullcontext():
+    with is_split if name.startswith("three calls") else nullcontext():
         steps = range(LAG + 1)
         return [step_seconds(decoder, cache, n == LAG and name != "full") for n in steps]
+
+
+def budget_entries(budget: str, entries: int) -> int:
+    """Entries of a budget, such as 256 or 1/4."""
+    share = Fraction(budget)
+    return int(share * entries) if share < 1 else int(share)
+
+
+def build_caches(
+    decoder: Decoder, entries: int, budgets: list[str], splits: bool
+) -> dict[str, SequenceCache]:
+    """Caches behind as many random entries, by the name of their case.
+
+    Args:
+        splits: whether to add the three calls.
+    """
+    measured = with_measured_recall(Policy.parse("icecache"), decoder.spec).recall
+    assert measured is not None
+    print(f"{entries} entries; all read up to {measured.exact or 0}")
+    caches = {"full": random_cache(decoder, "dense", entries)}
+    for budget in budgets:
+        tokens = budget_entries(budget, entries)
+        sized = Policy.parse("icecache").with_sizes(tokens, None)
+        assert sized.recall is not None
+        reading = replace(sized, recall=replace(sized.recall, exact=measured.exact))
+        caches[f"icecache {tokens}"] = own = filled(decoder, reading, entries)
+        if measured.exact and entries <= measured.exact:
+            caches[f"searched {tokens}"] = own = filled(decoder, sized, entries)
+        seconds = step_seconds(decoder, own, False)  # builds the index, which a fork copies
+        print(f"  first step of {tokens}: {seconds:.2f} s")
+        if splits:
+            caches[f"three calls {tokens}"] = own.fork()
+    return caches
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Decode step over IceCache beside the full cache.")
     parser.add_argument("--entries", type=int, nargs="*", default=[4096, 16384, 32768])
+    parser.add_argument("--budget", nargs="*", default=["1/4"])
+    parser.add_argument("--one-call", action="store_true", help="leave out the three calls")
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=5)
@@ -107,35 +144,20 @@ def main() -> None:
     torch.set_num_threads(chosen.threads)
     decoder = random_decoder(chosen.layers, getattr(torch, chosen.dtype))
     for entries in chosen.entries:
-        sized = Policy.parse("icecache").with_sizes(entries // 4, None)
-        measured = with_measured_recall(Policy.parse("icecache"), decoder.spec).recall
-        assert sized.recall is not None and measured is not None
-        reading = replace(sized, recall=replace(sized.recall, exact=measured.exact))
-        caches = {
-            "full": random_cache(decoder, "dense", entries),
-            "icecache": filled(decoder, reading, entries),
-        }
-        if measured.exact and entries <= measured.exact:
-            caches["searched"] = filled(decoder, sized, entries)
-        searched = caches.get("searched", caches["icecache"])
-        step_seconds(decoder, searched, False)  # builds the index, which a fork copies
-        caches["three calls"] = searched.fork()
+        caches = build_caches(decoder, entries, chosen.budget, not chosen.one_call)
         seconds: dict[str, list[list[float]]] = {name: [] for name in caches}
-        for round_number in range(chosen.rounds + 1):
+        for _ in range(chosen.rounds):
             for name, cache in caches.items():
-                own = round_seconds(decoder, name, cache)
-                if round_number:  # the first builds the index
-                    seconds[name].append(own)
+                seconds[name].append(round_seconds(decoder, name, cache))
         base = statistics.median(sum(seconds["full"], []))
-        print(f"{entries} entries; all read up to {measured.exact or 0}")
         for name, rounds in seconds.items():
             low, middle, high = statistics.quantiles(sum(rounds, []), n=4)
-            longest = statistics.median(max(own) for own in rounds)
+            longest = [max(own) for own in rounds]
             mean = statistics.mean(sum(rounds, []))
             print(
-                f"  {name:11} {middle * 1e3:7.1f} ms ({low * 1e3:.1f} to {high * 1e3:.1f}), "
-                f"{middle / base:.2f} times full; "
-                f"mean {mean / base:.2f}, longest of a round {longest / base:.2f}"
+                f"  {name:17} {middle * 1e3:7.1f} ms ({low * 1e3:.1f} to {high * 1e3:.1f}), "
+                f"{middle / base:.2f} times full; mean {mean / base:.2f}, longest of a round "
+                f"{statistics.median(longest) / base:.2f}, of all {max(longest) / base:.2f}"
             )
 
 
