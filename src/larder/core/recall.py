@@ -165,6 +165,11 @@ class RecallIndex(ABC):
         counted.
         """
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of `tensors`."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors())
+
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
         """State that `restore` takes, without slack."""

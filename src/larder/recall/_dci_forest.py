@@ -143,8 +143,12 @@ class DciForest:
         return torch.from_numpy(entries.astype(np.int64))
 
     def tensors(self) -> tuple[Tensor, ...]:
-        fields = [self.bases, self.counts, *(getattr(self, name) for name in _HEAD_FIELDS)]
-        return tuple(torch.from_numpy(array) for array in (*self.arrays.values(), *fields))
+        return tuple(torch.from_numpy(array) for array in self._all_arrays())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays, slack included."""
+        return sum(array.nbytes for array in self._all_arrays())
 
     def state(self) -> dict[str, Tensor]:
         """All arrays, without slack."""
@@ -163,6 +167,10 @@ class DciForest:
         self.arrays = {name: state[name].clone().numpy() for name in (*PAGES, *CELLS)}
         ends = np.stack([np.cumsum(self.peaks), np.cumsum(self.counts[:, 1])])
         self.bases = np.concatenate([np.zeros((2, 1), np.int64), ends], axis=1)
+
+    def _all_arrays(self) -> list[Array]:
+        fields = [getattr(self, name) for name in _HEAD_FIELDS]
+        return [*self.arrays.values(), self.bases, self.counts, *fields]
 
     def _bases(self, kind: int, sets: int) -> Array:
         """First row of the head of each set."""

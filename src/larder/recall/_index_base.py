@@ -154,7 +154,7 @@ def _are_few_and_finite(entries: Entries, indexed: tuple[int, ...]) -> bool:
         return False
     layout = zip(entries.starts, indexed, new, strict=True)
     rows = [start + first for start, first, count in layout if count]
-    return bool(entries.keys_at(torch.tensor(rows, dtype=torch.int64)).float().sum().isfinite())
+    return bool(entries.keys_at(torch.tensor(rows, dtype=torch.int64)).sum().isfinite())
 
 
 def indexed_layout(

@@ -228,6 +228,10 @@ class DciIndex(RecallIndex):
     def tensors(self) -> tuple[Tensor, ...]:
         return (*self.forest.tensors(), torch.from_numpy(self._direction))
 
+    @property
+    def nbytes(self) -> int:
+        return self.forest.nbytes + self._direction.nbytes
+
     def state(self) -> dict[str, Tensor]:
         return self.forest.state()
 

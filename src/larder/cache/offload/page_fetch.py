@@ -410,6 +410,9 @@ class SharedIndex(TensorOwner):
     def own_tensors(self) -> tuple[Tensor, ...]:
         return self.index.tensors()
 
+    def _count_bytes(self) -> None:
+        self.usage.set_bytes(self.index.nbytes, self.counts_as_device)
+
     def separate(self) -> None:
         """Copy the index if forks share it."""
         if self._is_shared:

@@ -21,6 +21,9 @@ from larder.ops.cpu.decode_attention import (
 
 Array = Shaped[np.ndarray, "..."]
 
+KEYS_PER_CELL = 16  # estimate for the work of a search
+MAX_SERIAL_FLOATS = 1 << 22  # floats that one thread multiplies: about a millisecond
+
 
 class TreeInsertion(Structure):
     """`struct tree_insertion` of c/tree_insertion.c."""
@@ -41,10 +44,6 @@ class ParentSearch(Structure):
         *((name, INTEGER) for name in ("count", "target", "next", "failed")),
         ("square", c_float),
     ]
-
-
-KEYS_PER_CELL = 16  # estimate for the work of a search
-MAX_SERIAL_FLOATS = 1 << 22  # floats that one thread multiplies: about a millisecond
 
 
 def supports(keys: Tensor) -> bool:
