@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -74,18 +74,47 @@ class RecallResult:
     log_weights: Float[Tensor, "N P"] | None = None
 
 
+class TreeArrays(NamedTuple):
+    """Pages [T] and cells [U] of trees over keys, those of all heads one behind the other.
+
+    Numbers of pages, cells and entries are of a head each, and start at 0.
+
+    Args:
+        members: of each page, -1 behind the last: entries on level 0, cells above.
+        fills: number of members of each page.
+        versions: number of changes of the members of each page.
+        nexts: next page of the same cell, -1 behind the last.
+        lows: smallest projection of the keys of each page.
+        tiers: level of each page.
+        firsts: first page of each cell, -1 for none.
+        centers: entry that each cell is below.
+        scales, means: mean of the keys below each cell is its scale times these codes; no columns
+            for none.
+    """
+
+    members: Shaped[np.ndarray, "T S"]
+    fills: Shaped[np.ndarray, " T"]
+    versions: Shaped[np.ndarray, " T"]
+    nexts: Shaped[np.ndarray, " T"]
+    lows: Shaped[np.ndarray, " T"]
+    tiers: Shaped[np.ndarray, " T"]
+    firsts: Shaped[np.ndarray, " U"]
+    centers: Shaped[np.ndarray, " U"]
+    scales: Shaped[np.ndarray, " U"]
+    means: Shaped[np.ndarray, "U M"]
+
+
 @dataclass(frozen=True)
 class KeyTrees:
     """Trees over the keys of a layer, one per kv head, as `larder.ops.dci.search` takes them.
 
     Args:
-        tree: arrays of pages and cells.
         bases: first page and first cell of each head, and the end of the last one's.
         levels: of each head.
         beams: cells of each level that a search visits in each head.
     """
 
-    tree: tuple[Shaped[np.ndarray, "..."], ...]
+    tree: TreeArrays
     bases: Int64[np.ndarray, "2 N"]
     levels: Int64[np.ndarray, " K"]
     beams: Int64[np.ndarray, " K"]

@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from larder.core.recall import TreeArrays
 from larder.ops.cpu import dci as fast
 
 Array = Shaped[np.ndarray, "..."]
@@ -25,7 +26,7 @@ def search(
     queries: Float[Tensor, "H D"],
     keys: Float[Tensor, "C D"],
     starts: Array,
-    tree: tuple[Array, ...],
+    tree: TreeArrays,
     bases: Array,
     levels: Array,
     beams: Array,
@@ -52,7 +53,7 @@ def search(
 
 def visited_pages(
     queries: Float[Tensor, "H D"],
-    tree: tuple[Array, ...],
+    tree: TreeArrays,
     bases: Array,
     levels: Array,
     beams: Array,
@@ -65,7 +66,8 @@ def visited_pages(
         most: pages of the largest tree.
     """
     rows = np.zeros(
-        (int((bases[0, 1:] - bases[0, :-1]).max()) * tree[0].shape[1], queries.shape[1]), np.float32
+        (int((bases[0, 1:] - bases[0, :-1]).max()) * tree.members.shape[1], queries.shape[1]),
+        np.float32,
     )
     starts = np.zeros(len(levels), np.int64)
     keys = torch.from_numpy(rows)
@@ -79,7 +81,7 @@ def insert(
     starts: Array,
     squares: Array,
     direction: Array,
-    tree: tuple[Array, ...],
+    tree: TreeArrays,
     bases: Array,
     levels: Array,
     beams: Array,
@@ -171,7 +173,7 @@ class _Head:
     keys: Tensor
 
     @classmethod
-    def of(cls, tree: tuple[Array, ...], bases: Array, head: int, keys: Tensor) -> _Head:
+    def of(cls, tree: TreeArrays, bases: Array, head: int, keys: Tensor) -> _Head:
         (low, end), (first, stop) = bases[:, head : head + 2]
         views = [array[low:end] for array in tree[:6]] + [array[first:stop] for array in tree[6:]]
         return cls(*views, keys=keys)

@@ -15,6 +15,8 @@ import torch
 from jaxtyping import Int64, Shaped
 from torch import Tensor
 
+from larder.core.recall import TreeArrays
+
 Array = Shaped[np.ndarray, "..."]
 
 MAX_LEVELS = 16
@@ -75,9 +77,9 @@ class DciForest:
         self.known = np.zeros(heads, np.int64)
 
     @property
-    def tree(self) -> tuple[Array, ...]:
-        """Arrays in the order of the kernels' parameters."""
-        return tuple(self.arrays[name] for name in (*PAGES, *CELLS))
+    def tree(self) -> TreeArrays:
+        """Arrays as kernels take them."""
+        return TreeArrays(**self.arrays)
 
     def head(self, number: int) -> dict[str, Array]:
         """Arrays of one head, as views, its slack included."""

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from larder.core.recall import TreeArrays
 from larder.ops.cpu.c_library import INTEGER, POINTER, TreeSearchCall, c_library
 from larder.ops.cpu.decode_attention import (
     MAX_HEAD_DIM,
@@ -55,7 +56,7 @@ def search(
     queries: Float[Tensor, "H D"],
     keys: Float[Tensor, "C D"],
     starts: Array,
-    tree: tuple[Array, ...],
+    tree: TreeArrays,
     bases: Array,
     levels: Array,
     beams: Array,
@@ -85,7 +86,7 @@ def search_call(
     queries: Float[Tensor, "H D"] | None,
     keys: Float[Tensor, "C D"],
     layout: tuple[Array, ...],
-    tree: tuple[Array, ...],
+    tree: TreeArrays,
     count: int,
 ) -> TreeSearchCall:
     """Call of the C kernel, without room for what it finds; it has addresses of what it is given,
@@ -95,18 +96,19 @@ def search_call(
         queries: float32 and contiguous; None for a call that reads no queries.
         layout: starts, levels, beams, bases of pages and bases of cells, by `as_integers`.
     """
-    members, fills, _, nexts, _, _, firsts, centers, scales, means = tree
     heads = len(layout[0]) if queries is None else queries.shape[0]
     return TreeSearchCall(
         None if queries is None else queries.data_ptr(),
         keys.data_ptr(),
-        *(each.ctypes.data for each in (*layout, members, fills, nexts, firsts, centers, scales)),
-        means.ctypes.data if means.shape[1] else None,
+        *(each.ctypes.data for each in layout),
+        *(each.ctypes.data for each in (tree.members, tree.fills, tree.nexts)),
+        *(each.ctypes.data for each in (tree.firsts, tree.centers, tree.scales)),
+        tree.means.ctypes.data if tree.means.shape[1] else None,
         heads=heads,
         trees=len(layout[0]),
         head_dim=keys.shape[1],
         item_bytes=keys.element_size(),
-        page=members.shape[1],
+        page=tree.members.shape[1],
         count=count,
         threads=max(1, min(torch.get_num_threads(), heads)),
     )
@@ -116,7 +118,7 @@ def numba_search(
     queries: Float[Tensor, "H D"],
     keys: Float[Tensor, "C D"],
     starts: Array,
-    tree: tuple[Array, ...],
+    tree: TreeArrays,
     bases: Array,
     levels: Array,
     beams: Array,
@@ -130,7 +132,7 @@ def numba_search(
     seen = np.zeros(len(rows), np.int64)
     threads = num_threads_for(int(beams.sum()) * KEYS_PER_CELL * rows.shape[1])
     kernel = kernels.search_in_parallel if threads > 1 else kernels.search
-    kernel(rows, as_numpy(keys.detach()), starts, tree, bases, levels, beams, ranked, seen)
+    kernel(rows, as_numpy(keys.detach()), starts, tuple(tree), bases, levels, beams, ranked, seen)
     return ranked, seen
 
 
@@ -141,7 +143,7 @@ def insert(
     starts: Array,
     squares: Array,
     direction: Array,
-    tree: tuple[Array, ...],
+    tree: TreeArrays,
     bases: Array,
     levels: Array,
     beams: Array,
@@ -156,13 +158,11 @@ def insert(
     whole = tuple(as_integers(each) for each in (starts, levels, beams, *bases))
     searched = search_call(None, keys.detach(), whole, tree, 0)
     given = as_integers(targets), as_integers(indexed), np.ascontiguousarray(squares, np.float32)
-    members, fills, versions, nexts, lows, tiers, firsts, centers, scales, means = tree
-    arrays = members, fills, versions, nexts, lows, tiers, firsts, centers, scales, means, counts
     call = TreeInsertion(
         addressof(searched),
-        *(each.ctypes.data for each in (*given, direction, *arrays)),
+        *(each.ctypes.data for each in (*given, direction, *tree, counts)),
         width=targets.shape[1],
-        mean_dim=means.shape[1],
+        mean_dim=tree.means.shape[1],
     )
     if library.larder_tree_insert(byref(call)):
         raise MemoryError("The insertion into a tree of keys could not allocate its buffers.")
@@ -175,7 +175,7 @@ def numba_insert(
     starts: Array,
     squares: Array,
     direction: Array,
-    tree: tuple[Array, ...],
+    tree: TreeArrays,
     bases: Array,
     levels: Array,
     beams: Array,
@@ -187,7 +187,7 @@ def numba_insert(
     stored = as_numpy(keys.detach())
 
     def insert_heads(first: int, stop: int) -> None:
-        given = targets, indexed, stored, starts, squares, direction, tree, bases
+        given = targets, indexed, stored, starts, squares, direction, tuple(tree), bases
         kernels.insert(first, stop, *given, levels, beams, counts)
 
     work = int((targets >= 0).sum()) * int(beams.max()) * KEYS_PER_CELL * keys.shape[1]
@@ -210,12 +210,24 @@ def parents(
         return numba_parents(keys, entries, square, pages, cells, levels, target, beam)
     found = np.empty(len(entries), np.int64)
     members, fills, nexts = pages
+    firsts, centers, scales, means = cells
     whole = tuple(
         np.array(each, np.int64)
-        for each in ([0], [levels], [beam], [0, len(fills)], [0, len(cells[0])])
+        for each in ([0], [levels], [beam], [0, len(fills)], [0, len(firsts)])
     )
-    unused = np.empty(0)
-    tree = members, fills, unused, nexts, unused, unused, *cells
+    unused = np.empty(len(fills))
+    tree = TreeArrays(
+        members=members,
+        fills=fills,
+        versions=unused,
+        nexts=nexts,
+        lows=unused,
+        tiers=unused,
+        firsts=firsts,
+        centers=centers,
+        scales=scales,
+        means=means,
+    )
     searched = search_call(None, keys.detach(), whole, tree, 0)
     searched.threads = torch.get_num_threads()
     given = as_integers(entries)

@@ -26,7 +26,6 @@ from larder.ops.cpu.page_slots import page_load
 State = tuple[Float[Tensor, "H 1 D"], Float[Tensor, "H 1"]]
 
 NO_MEMORY, NO_ROOM = 1, 2  # `enum outcome` of c/recall_step.c
-PAGE_VERSIONS, PAGE_TIERS = 2, 5  # among the arrays of trees
 
 
 class RecallCall(ctypes.Structure):
@@ -117,8 +116,8 @@ def recall_step(
     call = RecallCall(
         search=addressof(search),
         slots=addressof(slots),
-        versions=trees.tree[PAGE_VERSIONS].ctypes.data,
-        tiers=trees.tree[PAGE_TIERS].ctypes.data,
+        versions=trees.tree.versions.ctypes.data,
+        tiers=trees.tree.tiers.ctypes.data,
         pages=pages.data_ptr(),
         attention=addressof(attention),
         count=len(calls),
