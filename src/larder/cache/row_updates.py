@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, Int32, Int64
@@ -12,8 +13,10 @@ from torch import Tensor
 from larder.cache.merged_entries import MergedEntries
 from larder.core.plan import Plan
 from larder.core.types import empty_tensor
-from larder.ops.cpu.removal import RowRemoval
 from larder.ops.packing import packed_rows, search_sorted, storage_rows
+
+if TYPE_CHECKING:  # where entries are evicted
+    from larder.ops.cpu.removal import RowRemoval
 
 HEAD_STRIDE = 1 << 32  # positions of one head, in ranks by head and position
 

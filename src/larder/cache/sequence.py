@@ -27,7 +27,6 @@ from larder.core.recall import OffloadSpec
 from larder.core.spec import LayerPairing, LayerSpec, ModelSpec, RecomputeSpec
 from larder.core.types import Mode, Positions, Queries
 from larder.ops.cpu.decode_attention import EvictionStorage
-from larder.ops.removal import MIN_ROAMING_SLACK
 
 if TYPE_CHECKING:  # modules of arenas, slow tiers and tables are loaded where there are any
     from larder.cache.forms.tiered import TieredLayer
@@ -190,6 +189,7 @@ class SequenceCache:
         The others have not changed. Each layer is its own `eviction_storage`.
         """
         from larder.ops.cpu.decode_eviction import evict_step  # few policies evict so
+        from larder.ops.removal import MIN_ROAMING_SLACK
 
         with self._changing():
             rooms = evict_step(tuple(layers.values()), MIN_ROAMING_SLACK, rule)

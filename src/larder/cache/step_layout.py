@@ -28,7 +28,6 @@ from larder.ops.cpu.decode_attention import (
     count_steps,
     fixed_rows,
 )
-from larder.ops.removal import MIN_ROAMING_SLACK
 
 if TYPE_CHECKING:  # few policies evict by a kernel
     from larder.cache.forms.ragged import RaggedLayer
@@ -220,6 +219,7 @@ def evict_sequences(evictions: Sequence[SequenceEviction]) -> list[list[int]]:
             `StepTables.undo_eviction`.
     """
     from larder.ops.cpu.decode_eviction import evict_tables  # few policies evict so
+    from larder.ops.removal import MIN_ROAMING_SLACK
 
     prepare_evictions(evictions)
     rooms = evict_tables([each.table for each in evictions], MIN_ROAMING_SLACK)
@@ -237,6 +237,7 @@ def layer_evictions(evictions: Sequence[SequenceEviction]) -> EvictionRows | Non
     """Evictions of `prepare_evictions` to be carried out behind the attention of each layer; None
     where the kernel of the layers does not."""
     from larder.ops.cpu.decode_eviction import layer_evictions  # few policies evict so
+    from larder.ops.removal import MIN_ROAMING_SLACK
 
     num_layers = len(evictions[0].cache.layers)
     return layer_evictions([each.table for each in evictions], num_layers, MIN_ROAMING_SLACK)

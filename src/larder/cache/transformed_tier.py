@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -38,9 +39,11 @@ from larder.core.errors import CacheError
 from larder.core.spec import LayerSpec
 from larder.ops import transform_coder as coding
 from larder.ops.cpu import transform_attention as kernel
-from larder.ops.level_coder import CodedRanges, LevelCoder
 from larder.ops.rope import rotation_table
 from larder.ops.symbol_model import classes_of
+
+if TYPE_CHECKING:  # `kvquant` alone codes levels
+    from larder.ops.level_coder import CodedRanges, LevelCoder
 
 CODINGS = dict.fromkeys(Coder, "lanes") | {Coder.PLANES: "planes"}  # versions, in saved states
 ROUNDING_BYTES = 2  # of a block's words that a count of bits leaves out
@@ -180,7 +183,7 @@ class TransformedTier:
         """Positions and ranges of the values that are coded here, by head; those of blocks before
         the entries of a batch, and of coders without levels, are left out.
         """
-        blocks = dict[int, list[tuple[np.ndarray, CodedRanges]]]()
+        blocks: dict[int, list[tuple[np.ndarray, CodedRanges]]] = {}
         heads, counts = batch.heads.unique_consecutive(return_counts=True)
         firsts = batch.positions[counts.cumsum(0) - counts].tolist()
         lowest = dict(zip(heads.tolist(), firsts, strict=True))
@@ -197,6 +200,8 @@ class TransformedTier:
 
     @property
     def _level_coder(self) -> LevelCoder:
+        from larder.ops.level_coder import LevelCoder
+
         return LevelCoder(self.tables.levels.numpy(), self.spec.level_bits, self.spec.outliers)
 
     def means_at(self, step: float, batch: ComponentBatch) -> ComponentMeans:
@@ -465,6 +470,8 @@ def _centered(
 def _joined_ranges(
     parts: list[tuple[np.ndarray, CodedRanges]],
 ) -> tuple[Int[np.ndarray, " N"], CodedRanges]:
+    from larder.ops.level_coder import CodedRanges
+
     held = [tier for _, tier in parts]
     joined = CodedRanges(
         np.concatenate([tier.is_held for tier in held]),
@@ -478,6 +485,8 @@ def _ranges_at(
     positions: Int[np.ndarray, " N"], places: Int[np.ndarray, " M"], held: CodedRanges
 ) -> CodedRanges:
     """Ranges of the values at some positions, of those at `places`."""
+    from larder.ops.level_coder import CodedRanges
+
     rows = np.searchsorted(places, positions).clip(max=len(places) - 1)
     return CodedRanges(places[rows] == positions, held.ranges[rows], held.channels[rows])
 

@@ -21,10 +21,10 @@ from larder.models.loader import LoadedModel
 from larder.prefill.base import run_steps
 from larder.prefill.turn_reader import TurnReader
 from larder.session.capacity import budget_tokens
-from larder.session.episodes.routing import EpisodeMatch
 from larder.session.files.json_fields import valid_unicode
 from larder.session.memory import ConversationMemory
 from larder.session.prefill import ModelRuntime, prompts_per_cache, turn_reader
+from larder.session.routing import EpisodeMatch
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
 if TYPE_CHECKING:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from functools import cache, partial
+from typing import TYPE_CHECKING
 
 from larder.core.observation import Calibration
 from larder.core.progress import ProgressStage
 from larder.engine.progress_bar import DELAY, progress_bar
 from larder.models.calibration import calibrate
 from larder.models.decoder import Decoder
-from larder.session.embedders.base import Embedder, load_embedder
 from larder.session.prefill import ModelRuntime
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+
+if TYPE_CHECKING:
+    from larder.session.embedders.base import Embedder
 
 delayed_bar: ProgressStage = partial(progress_bar, delay=DELAY)
 
@@ -27,6 +30,8 @@ def engine_runtime(
 
     @cache
     def embedder(name: str) -> Embedder:
+        from larder.session.embedders.base import load_embedder  # episodes need one
+
         return load_embedder(name, "cpu", decoder.embedding_table(), tokenizer.encode)
 
     @cache

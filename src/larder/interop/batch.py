@@ -24,7 +24,7 @@ from larder.models.attention_backend import CONTEXT_KEYWORD, AttentionProbe
 from larder.models.body_call import BodyCall
 from larder.models.decoder import AppendCall
 from larder.models.in_memory import check_one_adapter
-from larder.policy.budgets.unlimited import WITHOUT_LIMIT
+from larder.policy.budgets.base import WITHOUT_LIMIT
 from larder.session.policy import Policy
 
 

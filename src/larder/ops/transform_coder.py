@@ -22,7 +22,6 @@ from numpy import ndarray
 from larder.core.codec import LAST_TIER, Coder
 from larder.core.errors import CacheError
 from larder.ops import plane_coder
-from larder.ops.cpu import range_coder
 from larder.ops.cpu.c_library import c_library
 from larder.ops.symbol_model import (
     CLASSES_PER_OCTAVE,
@@ -147,6 +146,8 @@ def coded_bytes(
         return float(plane_coder.count_bytes(numbers, tiers, step))
     bases = classes_of(deviations, step)
     if coder is Coder.ENTROPY:
+        from larder.ops.cpu import range_coder
+
         bits = range_coder.count_bits(numbers, tiers, bases, step)
         return _state_bytes(len(tiers)) + bits / 8
     symbols = quantized(numbers, tiers, step)
@@ -165,6 +166,8 @@ def encoded(
         return plane_coder.encode(symbols, tiers)
     if coder is Coder.WIDTHS:
         return _with_widths(symbols, tiers, bases)
+    from larder.ops.cpu import range_coder
+
     return range_coder.encode(symbols, tiers, bases)
 
 
@@ -180,6 +183,8 @@ def decoded(
         return plane_coder.decode(payload, count, len(deviations), step)
     bases = classes_of(deviations, step)
     if coder is Coder.ENTROPY:
+        from larder.ops.cpu import range_coder
+
         return range_coder.decode(payload, count, bases, step)
     from larder.ops.cpu import range_coder_kernels as kernels  # compiles: not before it is needed
 
@@ -195,7 +200,9 @@ def decoded(
 def least_bytes(counts: Int[ndarray, " B"], width: int, coder: Coder) -> Int[ndarray, " B"]:
     """Fewest bytes that blocks of so many entries take."""
     if coder is Coder.ENTROPY:
-        return 4 * np.minimum(counts, range_coder.LANES)
+        from larder.ops.cpu.range_coder import LANES
+
+        return 4 * np.minimum(counts, LANES)
     if coder is Coder.PLANES:
         return plane_coder.least_bytes(counts, width)
     return np.ones_like(counts)
@@ -255,7 +262,9 @@ def _state_bytes(count: int) -> float:
 
     A lane's state takes 4 bytes, but holds 0 to 16 bits beyond those of an empty one.
     """
-    lanes = min(count, range_coder.LANES)
+    from larder.ops.cpu.range_coder import LANES
+
+    lanes = min(count, LANES)
     return 3 * lanes + 2 * lanes**0.5
 
 

@@ -13,6 +13,7 @@ from .attention_reduction import ObservationWindow as ObservationWindow
 from .budgets._selection import top_k_even as top_k_even
 from .budgets._selection import top_k_per_layer as top_k_per_layer
 from .budgets.ada import Ada as Ada
+from .budgets.base import WITHOUT_LIMIT as WITHOUT_LIMIT
 from .budgets.base import Budget as Budget
 from .budgets.cake import Cake as Cake
 from .budgets.composite import Composite as Composite
@@ -41,7 +42,6 @@ from .budgets.squeeze import Squeeze as Squeeze
 from .budgets.squeeze import highest_group as highest_group
 from .budgets.threshold import Threshold as Threshold
 from .budgets.uniform import Uniform as Uniform
-from .budgets.unlimited import WITHOUT_LIMIT as WITHOUT_LIMIT
 from .compensation.cam import Cam as Cam
 from .compensation.cam import Merge as Merge
 from .compensation.chelsea import Chelsea as Chelsea

@@ -17,7 +17,6 @@ from larder.core.observation import Entries, Observation
 from larder.core.part import LOG_COUNT
 from larder.core.types import WeightChunk
 from larder.ops.attention import sink_logits
-from larder.ops.attention_weights import head_weights_from_logits
 from larder.ops.column_statistics import ColumnReducer, reduce_columns
 from larder.policy.aggregation.base import Aggregation
 from larder.policy.heads.base import HeadRule
@@ -109,6 +108,8 @@ class AttentionReduction:
         self, logits: Float[Tensor, "R C"], entries: Entries, observation: Observation
     ) -> list[Float[Tensor, " _"]]:
         """`reduce` of the logits of a single query that attention recorded: no second product."""
+        from larder.ops.attention_weights import head_weights_from_logits  # decode steps only
+
         sinks = sink_logits(observation.layer, logits)
         weights = head_weights_from_logits(logits, *entries.layout, sinks)
         single = self.aggregation.single_query(weights)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, Int
@@ -45,13 +46,15 @@ from larder.policy.providers.base import (
 from larder.policy.scorers.base import ReducedScorer, Scorer
 from larder.policy.storage.base import Storage
 from larder.policy.storage.exact import Exact
-from larder.policy.tallies.base import Tally
 from larder.policy.timing.base import Timing
 from larder.policy.timing.prefill_only import PrefillOnly
 from larder.policy.units.base import Unit
 from larder.policy.units.token import Token
 from larder.policy.values.base import Selection, ValueRule
 from larder.policy.values.keys_alone import KeysAlone
+
+if TYPE_CHECKING:  # the family loads those that parts name
+    from larder.policy.tallies.base import Tally
 
 TALLIES = Family("tally", "larder.policy.tallies")
 

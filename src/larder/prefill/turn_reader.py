@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from larder.cache.recurrent_state import CacheCheckpoint
 from larder.cache.sequence import SequenceCache
@@ -23,9 +24,11 @@ from larder.models.batch_segment import BatchSegment
 from larder.models.decoder import Decoder
 from larder.models.observers import Observer
 from larder.prefill.base import Steps, TurnRule, run_steps, split_blocks
-from larder.prefill.decode_eviction import DecodeEviction
 from larder.prefill.memory import EntryCapacity, PeakMemoryMeter
 from larder.prefill.reader import PrefillReader, PrefillSequence
+
+if TYPE_CHECKING:  # few policies evict while text is generated
+    from larder.prefill.decode_eviction import DecodeEviction
 
 REPLAYED_TOKENS = 16  # most tokens of an answer that one pass reads, where it may read several
 

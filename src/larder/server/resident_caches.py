@@ -14,7 +14,7 @@ from larder.cache.sequence import SequenceCache
 from larder.server.serving_policy import CacheOccupancy
 from larder.session.caches import SessionCaches
 from larder.session.chat_cache import ChatCache
-from larder.session.episodes.routing import Router
+from larder.session.routing import Router
 
 if TYPE_CHECKING:
     from larder.server.session_state import SessionState

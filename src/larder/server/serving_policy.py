@@ -14,7 +14,7 @@ from functools import cached_property
 from larder.cache.sequence import SequenceCache
 from larder.core.spec import POSITION_BYTES, LayerSpec
 from larder.engine.engine import Engine
-from larder.policy.budgets.unlimited import WITHOUT_LIMIT
+from larder.policy.budgets.base import WITHOUT_LIMIT
 from larder.policy.compensation.drop import Drop
 from larder.policy.storage.exact import Exact
 from larder.prefill.memory import PeakMemoryMeter

@@ -46,8 +46,6 @@ from .episodes.nearest_episode import NearestEpisodeRouter as NearestEpisodeRout
 from .episodes.nearest_episode import calibrate_tau as calibrate_tau
 from .episodes.nearest_episode import is_new_topic as is_new_topic
 from .episodes.nearest_episode import match_episode as match_episode
-from .episodes.routing import EpisodeMatch as EpisodeMatch
-from .episodes.routing import SingleCacheRouter as SingleCacheRouter
 from .episodes.segments import LONG_CHARACTERS as LONG_CHARACTERS
 from .episodes.segments import SHORT_CHARACTERS as SHORT_CHARACTERS
 from .episodes.segments import MessageSpan as MessageSpan
@@ -88,6 +86,8 @@ from .recall_break_even import MAX_ENTRIES as MAX_ENTRIES
 from .recall_break_even import break_even as break_even
 from .recall_break_even import crossing as crossing
 from .recall_break_even import measure_break_even as measure_break_even
+from .routing import EpisodeMatch as EpisodeMatch
+from .routing import SingleCacheRouter as SingleCacheRouter
 from .sentence import FAMILIES as FAMILIES
 from .sentence import SLOTS as SLOTS
 from .transcript.chat_log import ChatLog as ChatLog

@@ -10,7 +10,7 @@ from larder.core.memory_budget import BudgetUnit, MemoryBudget
 from larder.core.part import Ledger
 from larder.core.spec import POSITION_BYTES, LayerSpec, ModelSpec
 from larder.core.spelling import spell
-from larder.policy.budgets.unlimited import WITHOUT_LIMIT, Unlimited
+from larder.policy.budgets.base import WITHOUT_LIMIT
 from larder.prefill.memory import EntryCapacity
 from larder.session.caches import CacheUsage, SessionCaches
 from larder.session.memory import CacheFigures, Coverage, LayerFigures
@@ -404,7 +404,7 @@ def beyond_budget(policy: Policy, spec: ModelSpec | None = None) -> tuple[str, .
     slides = _sliding_layers(spec)
     if spec is not None and not spec.managed:
         return slides
-    if isinstance(policy.budget, Unlimited):
+    if policy.budget.keeps_everything:
         return (f"{spell(policy.budget)} keeps everything that is read", *slides)
     clauses = list[str]()
     if not policy.schedule.has_blocks:

@@ -24,7 +24,6 @@ from larder.prefill.reader import PrefillSequence
 from larder.session.caches import SessionCaches
 from larder.session.capacity import block_tokens, budget_tokens, entry_bound
 from larder.session.chat_state import ActiveTurn, ChatState, TurnCommit, TurnUndo
-from larder.session.episodes.routing import EpisodeMatch
 from larder.session.memory import ConversationMemory
 from larder.session.policy import Policy
 from larder.session.prefill import (
@@ -36,6 +35,7 @@ from larder.session.prefill import (
     prompts_per_cache,
     turn_reader,
 )
+from larder.session.routing import EpisodeMatch
 from larder.session.transcript.chat_log import ChatLog, ChatTurn
 
 MAX_UNDO_TURNS = 8  # turns that truncation can undo; the states before them are held

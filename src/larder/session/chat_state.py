@@ -13,10 +13,10 @@ from larder.core.errors import Damaged
 from larder.prefill.turn_reader import TurnReader
 from larder.session.caches import SessionCaches
 from larder.session.capacity import cache_figures
-from larder.session.episodes.routing import EpisodeMatch
 from larder.session.memory import ConversationMemory
 from larder.session.policy import Policy
 from larder.session.prefill import ModelRuntime
+from larder.session.routing import EpisodeMatch
 from larder.session.transcript.chat_log import ChatLog
 
 SCHEMA = 1

@@ -10,8 +10,8 @@ from larder.core.conversation import Conversation
 from larder.core.observation import Prompts
 from larder.prefill.base import ContextReuse
 from larder.session.caches import SessionCaches
-from larder.session.episodes.routing import EpisodeMatch, Router
 from larder.session.policy import Policy
+from larder.session.routing import EpisodeMatch, Router
 from larder.session.transcript.tokenizer_adapter import TokenizedTranscript
 
 

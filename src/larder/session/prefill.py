@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from larder.cache.sequence import SequenceCache
 from larder.core.arguments import check_count, check_type
@@ -18,12 +19,11 @@ from larder.core.plan import LayerQuotas
 from larder.core.types import TokenIds
 from larder.models.decoder import Decoder
 from larder.models.introspection import weight_inputs
-from larder.policy.budgets.unlimited import WITHOUT_LIMIT
+from larder.policy.budgets.base import WITHOUT_LIMIT
 from larder.policy.layer_calibration import select_layers
 from larder.policy.planner import Planner
 from larder.policy.providers.base import LearnedProvider, select_providers
 from larder.prefill.base import Progress, Steps, no_progress, run_steps
-from larder.prefill.decode_eviction import DecodeEviction
 from larder.prefill.memory import PeakMemoryMeter
 from larder.prefill.reader import PrefillReader, PrefillSequence
 from larder.prefill.turn_reader import OpenBlock, TurnReader
@@ -39,11 +39,14 @@ from larder.session.capacity import (
     prefill_allowance,
     recall_budget_tokens,
 )
-from larder.session.embedders.base import Embedder
-from larder.session.episodes.routing import Router
 from larder.session.memory import ConversationMemory
 from larder.session.policy import Policy
+from larder.session.routing import Router
 from larder.session.transcript.tokenizer_adapter import TokenizedTranscript, TokenizerAdapter
+
+if TYPE_CHECKING:  # few policies evict while text is generated, episodes alone embed
+    from larder.prefill.decode_eviction import DecodeEviction
+    from larder.session.embedders.base import Embedder
 
 REPEAT = "Repeat the previous context exactly."
 SUMMARIZE = "Summarize the previous context, with its most important parts."
@@ -304,6 +307,8 @@ def decode_planner(
     """
     if policy.timing.excess() is None:
         return None
+    from larder.prefill.decode_eviction import DecodeEviction
+
     tokens = entries_per_head(policy, runtime.decoder.spec)
     reading = policy.timing.prefill_tokens(tokens)
     # Generated text continues to fill layers, so the present context does not limit them.

@@ -50,9 +50,7 @@ from larder.core.types import Keys, Mode, Positions, Values
 from larder.ops.attention import ragged_attention
 from larder.ops.block_attention import BlockAttention
 from larder.ops.cpu.decode_attention import AttendedRows
-from larder.ops.cpu.removal import RowRemoval, removes_together, supports
 from larder.ops.packing import packed_rows, starts_of
-from larder.ops.removal import MIN_ROAMING_SLACK, move_rows, plan_removal, remove_rows
 
 
 class RaggedLayer(RaggedSteps):
@@ -139,6 +137,8 @@ class RaggedLayer(RaggedSteps):
         self, plan: Plan, sums: MergedEntries, inserted: InsertedEntries | None = None
     ) -> None:
         """Evict by a validated plan, with merged and inserted entries computed by the caller."""
+        from larder.ops.removal import MIN_ROAMING_SLACK, move_rows, plan_removal
+
         self.replaced_bytes = 0
         self.hold_logits(None)
         self._unshare()
@@ -160,6 +160,8 @@ class RaggedLayer(RaggedSteps):
             self._insert(inserted)
 
     def plan_eviction(self, plan: Plan) -> PlannedEviction | None:
+        from larder.ops.cpu.removal import RowRemoval, removes_together, supports
+
         if plan.added is not None or not removes_together():
             return None
         check_single_precision(plan)
@@ -376,6 +378,8 @@ class RaggedLayer(RaggedSteps):
         won = self._least_room(starts, self._lengths)
         if won < room:
             return
+        from larder.ops.removal import remove_rows
+
         former, held, columns = self._starts, self._lengths, self._columns.values
         kept = torch.arange(sum(self.lengths))
         remove_rows(self._stored(), former, held, kept, self.lengths, columns, starts)

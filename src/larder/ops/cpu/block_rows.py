@@ -10,8 +10,8 @@ from jaxtyping import Float, Int, Int64, UInt8
 from numpy import ndarray
 
 from larder.core.codec import Coder
-from larder.ops.cpu.c_library import INTEGER, POINTER
-from larder.ops.cpu.range_coder import CodeTables, packed_tables
+from larder.ops.cpu.c_library import INTEGER, POINTER, CodeTables
+from larder.ops.cpu.range_coder import packed_tables
 
 CODERS = {Coder.ENTROPY: 0, Coder.PLANES: 1}  # `enum component_coder` of c/transform_attention.h
 

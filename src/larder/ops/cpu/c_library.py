@@ -118,6 +118,12 @@ class WeighingCall(ctypes.Structure):
     ]
 
 
+class CodeTables(ctypes.Structure):
+    """`struct code_tables` of c/transform_attention.c."""
+
+    _fields_ = [("rows", POINTER), ("classes", INTEGER), ("first_raw", INTEGER)]
+
+
 class MoveCall(ctypes.Structure):
     """`struct move` of c/removal.c."""
 

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int, Int8, Int32, UInt8, UInt16
 from numpy import ndarray
 
 from larder.core.codec import LAST_TIER
-from larder.ops.cpu.c_library import INTEGER, POINTER, c_library
+from larder.ops.cpu.c_library import INTEGER, POINTER, CodeTables, c_library
 from larder.ops.symbol_model import NUM_CLASSES, symbol_model
 
 LANES = 32  # states of a block
@@ -102,12 +102,6 @@ class _Call:
         self.encoding, self.decoding = byref(tables.encoding), byref(tables.decoding)
         self.bases = np.ascontiguousarray(bases, np.int32)
         self.tiers = np.ascontiguousarray(tiers, np.int8)
-
-
-class CodeTables(Structure):
-    """`struct code_tables` of c/transform_attention.c."""
-
-    _fields_ = [("rows", POINTER), ("classes", INTEGER), ("first_raw", INTEGER)]
 
 
 class EncodingTables(Structure):

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from ctypes import Structure, byref, c_double
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int8, Int32, Int64, UInt8
+from jaxtyping import Float, Int8, Int16, Int32, Int64, UInt8
 from torch import Tensor
 
 from larder.core.codec import LAST_TIER, Coder
-from larder.ops.cpu.c_library import INTEGER, POINTER, c_library
-from larder.ops.cpu.range_coder import CodeTables, packed_tables
+from larder.ops.cpu.c_library import INTEGER, POINTER, CodeTables, c_library
 from larder.ops.plane_coder import plane_library
-from larder.ops.symbol_model import NUM_CLASSES
+from larder.ops.symbol_model import BUCKETS, NUM_CLASSES
 
 LANES = 16  # of the kernels' vectors
 CODER_LANES = 32
@@ -203,7 +203,7 @@ class CodedEntriesCall(NamedTuple):
             bases=heads.bases.data_ptr(),
             rotation=heads.rotation.data_ptr(),
             bias=None if bias is None else bias.data_ptr(),
-            tables=packed_tables().decoding,
+            tables=_code_tables(coder),
             num_blocks=len(blocks),
             kv_heads=kv_heads,
             head_dim=head_dim,
@@ -248,6 +248,21 @@ def transform_attention(
     if library.larder_transform_attention(byref(call)):
         raise MemoryError("Attention over coded entries could not allocate its buffers.")
     return out, lse
+
+
+@cache
+def _empty_row() -> Int16[Tensor, " N"]:
+    """Table of no class, `struct alias_table` of c/transform_attention.h."""
+    return torch.zeros(7 * BUCKETS, dtype=torch.int16)
+
+
+def _code_tables(coder: Coder) -> CodeTables:
+    """Tables of the range coder. Bit planes have none, but the kernel copies the last row."""
+    if coder is Coder.PLANES:
+        return CodeTables(_empty_row().data_ptr(), 0, 0)
+    from larder.ops.cpu.range_coder import packed_tables  # made in a tenth of a second
+
+    return packed_tables().decoding
 
 
 def bfloat16_pairs(matrices: Float[Tensor, "K D D"]) -> Int32[Tensor, "K half D"]:

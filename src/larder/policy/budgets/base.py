@@ -18,6 +18,8 @@ from larder.core.part import PolicyPart
 from larder.core.plan import LayerPlans, LayerQuotas, StepQuota
 from larder.core.types import Packed, PackedMask
 
+WITHOUT_LIMIT = 1 << 62  # entries per head, above any real cache
+
 
 @dataclass(frozen=True)
 class Budget(PolicyPart, ABC):
@@ -36,6 +38,7 @@ class Budget(PolicyPart, ABC):
     tokens: int | None = None
     kept: float | None = None
 
+    keeps_everything: ClassVar[bool] = False  # whatever the budget
     separates_streaming_heads: ClassVar[bool] = False  # from retrieval heads
     # Whether a protected share is relative to each layer's own entries, not to the average.
     protects_own_share: ClassVar[bool] = False

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 
 from larder.core.observation import ScoredLayers
 from larder.core.plan import LayerPlans, LayerQuotas, Plan
-from larder.policy.budgets.base import Budget
-
-WITHOUT_LIMIT = 1 << 62  # entries per head, above any real cache
+from larder.policy.budgets.base import WITHOUT_LIMIT, Budget
 
 
 @dataclass(frozen=True)
 class Unlimited(Budget):
     """Keep every entry."""
+
+    keeps_everything: ClassVar[bool] = True
 
     tokens: int | None = field(default=WITHOUT_LIMIT, init=False)
     kept: float | None = field(default=None, init=False)

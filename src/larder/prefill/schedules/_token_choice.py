@@ -20,7 +20,7 @@ from larder.core.spelling import spell
 from larder.core.types import Packed, TokenIds
 from larder.ops.packing import mask_outside
 from larder.ops.topk import top_mask
-from larder.policy.budgets.unlimited import WITHOUT_LIMIT
+from larder.policy.budgets.base import WITHOUT_LIMIT
 from larder.policy.planner import Planner
 from larder.policy.scorers.base import ReducedScorer
 from larder.prefill.base import Schedule, Steps

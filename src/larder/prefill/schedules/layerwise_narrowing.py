@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from larder.core.arguments import require
 from larder.core.errors import BadParameter
 from larder.core.types import TokenIds
-from larder.policy.budgets.unlimited import WITHOUT_LIMIT
+from larder.policy.budgets.base import WITHOUT_LIMIT
 from larder.prefill.reader import PrefillReader, PrefillSequence
 from larder.prefill.schedules._token_choice import (
     NarrowingSchedule,

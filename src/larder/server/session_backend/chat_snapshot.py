@@ -20,7 +20,7 @@ from larder.server.transcript import CompletedTurn, PositionMap, PositionMaps
 from larder.session.caches import SessionCaches
 from larder.session.chat_cache import ChatCache
 from larder.session.chat_state import chat_state_record, parse_chat_record, restore_chat_state
-from larder.session.episodes.routing import Router
+from larder.session.routing import Router
 from larder.session.transcript.chat_log import ChatLog, ChatTurn
 from larder.session.transcript.chat_template import VARIABLES_ROLE
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter

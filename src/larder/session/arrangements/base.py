@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from larder.core.conversation import Conversation
-from larder.session.embedders.base import Embedder
-from larder.session.episodes.routing import Router
+from larder.session.routing import Router
+
+if TYPE_CHECKING:  # episodes load one
+    from larder.session.embedders.base import Embedder
 
 
 class Arrangement(ABC):

@@ -34,8 +34,8 @@ from larder.session.episodes.nearest_episode import (
     array_from_json,
     calibrate_tau,
 )
-from larder.session.episodes.routing import Router
 from larder.session.episodes.segments import HistoryTurn, SegmentUnit, cut_segments, history_turns
+from larder.session.routing import Router
 
 MIN_SEGMENTS = 2  # per episode, before a chat that has grown is divided into topics
 

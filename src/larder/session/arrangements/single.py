@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from larder.core.conversation import Conversation
 from larder.session.arrangements.base import Arrangement
-from larder.session.embedders.base import Embedder
-from larder.session.episodes.routing import Router, SingleCacheRouter
+from larder.session.routing import Router, SingleCacheRouter
+
+if TYPE_CHECKING:  # episodes load one
+    from larder.session.embedders.base import Embedder
 
 
 @dataclass(frozen=True)

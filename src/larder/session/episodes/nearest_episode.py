@@ -20,8 +20,8 @@ from larder.core.arguments import require
 from larder.core.errors import BadParameter
 from larder.session.embedders.base import Embedder
 from larder.session.episodes.clustering import SEED, cluster
-from larder.session.episodes.routing import EpisodeMatch, EpisodeRefresh, Router, TurnAssignment
 from larder.session.episodes.segments import HistoryTurn
+from larder.session.routing import EpisodeMatch, EpisodeRefresh, Router, TurnAssignment
 
 FOLDS = 5
 TAU_NEVER = -1.0  # a threshold that no cosine is below
