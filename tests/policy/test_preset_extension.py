@@ -89,3 +89,36 @@ def test_name_without_parentheses_that_is_no_preset_is_a_part() -> None:
 def test_parentheses_select_the_part_over_the_preset() -> None:
     assert "> ada(" in str(Policy.parse("expected > quantized()"))
     assert "> pooled(" in str(Policy.parse("expected() > quantized()"))
+
+
+def test_variants_of_tables_are_policies_wherever_one_is_parsed() -> None:
+    for variant, sentence in (
+        ("kvzip:int4", "kvzip > quantized(bits=4)"),
+        ("kivi:int4", PRESETS["kivi"].replace("quantized(bits=2)", "quantized(bits=4)")),
+        ("h2o_blockwise:whole", "h2o"),
+        ("kivi:blockwise:exact", "kivi > blockwise() > exact()"),
+        ("d2o:drop > quantized(bits=8)", "d2o > drop() > quantized(bits=8)"),
+        (" kvzip:int4 > quantized(group=32)", "kvzip > quantized(bits=4, group=32)"),
+    ):
+        assert Policy.parse(variant) == Policy.parse(sentence), variant
+
+
+def test_variant_replaces_a_part_with_all_its_parameters() -> None:
+    assert "sensitivity(floor=0.015)" in PRESETS["epicache"]
+    assert Policy.parse("epicache:floored").short.endswith("> sensitivity()")
+
+
+@pytest.mark.parametrize(
+    ("sentence", "message"),
+    [
+        ("kvzip:int5", "No variant of a preset named 'int5'. Did you mean 'int4'"),
+        ("kwzip:int4", "No preset with variants named 'kwzip'. Did you mean 'kvzip"),
+        ("quantized:int4", "No preset with variants named 'quantized'"),
+        ("kvzip:", "does not parse"),
+        ("kvzip : int4", "does not parse"),
+    ],
+)
+def test_unknown_variants_are_refused(sentence: str, message: str) -> None:
+    with pytest.raises(LarderError) as refused:
+        Policy.parse(sentence)
+    assert message in str(refused.value)

@@ -69,7 +69,7 @@ def show(
     from larder.cli.part_docs import find_part, part_names, preset_doc, sentence_doc
     from larder.session.presets import PRESETS
 
-    if ">" in name or "(" in name:
+    if set(name) & set(">(:"):
         sentence = sentence_doc(name)
         if options.json:
             print_document({"schema": SCHEMA, "name": name, "policy": asdict(sentence)})

@@ -132,7 +132,8 @@ class Policy:
 
         Args:
             sentence: name of a preset such as `"kvzip"`; the name of one with parts behind it,
-                `"kvzip > quantized(bits=4)"`; or parts joined by `>` in slot order.
+                `"kvzip > quantized(bits=4)"`, or a variant that tables name, `"kvzip:int4"`; or
+                parts joined by `>` in slot order.
 
         Returns:
             Policy whose sizes are open where the sentence names none.
@@ -147,6 +148,8 @@ class Policy:
             True
             >>> Policy.parse("kvzip > quantized(bits=8)").short
             'whole() > reconstruct() > global() > quantized(bits=8)'
+            >>> Policy.parse("kvzip:int4") == Policy.parse("kvzip > quantized(bits=4)")
+            True
         """
         given = parts_by_slot(sentence)
         chosen = {

@@ -361,3 +361,17 @@ PRESETS: Mapping[str, str] = {
     ),
     "random": "blockwise() > random() > uniform()",
 }
+
+# Variants of presets, by the names that tables give them: parts in place of those of the preset.
+VARIANTS: Mapping[str, str] = {
+    "drop": "drop()",
+    "exact": "exact()",
+    "int4": "quantized(bits=4)",
+    "fold": "fold_ema()",
+    "whole": "whole()",
+    "blockwise": "blockwise()",
+    "sensitivity": "protect(sinks=0, recent=0) > sensitivity(floor=0.015)",
+    "floored": "sensitivity()",
+    "pooled": "pooled()",
+    "headkv": "headkv()",
+}

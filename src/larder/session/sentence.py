@@ -2,12 +2,14 @@
 
     kvzip                         preset
     kvzip > quantized(bits=4)     preset, with parts added or changed
+    kvzip:int4                    variant of a preset, as tables name it
     keydiff() > uniform()         parts alone; omitted slots take defaults
 
 A first name without parentheses is a preset's, if there is one of that name; with parentheses it
 is a part's. A part behind a preset takes its slot: it replaces the part that the preset has there,
 or, if that is the same part, changes the parameters that it names. What belongs to a replaced part
-leaves with it: the aggregation and the head rule of a scorer, the recall of an offload.
+leaves with it: the aggregation and the head rule of a scorer, the recall of an offload. A variant
+(`VARIANTS`) replaces parts with all their parameters; more of them and parts may follow.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from larder.core.family import LISTING, Family, unknown_name_message
 from larder.core.recall import RECALLS
 from larder.core.spelling import Call, parse
 from larder.policy.scorers.base import REDUCTION_SLOTS, SCORERS
-from larder.session.presets import PRESETS
+from larder.session.presets import PRESETS, VARIANTS
 
 FAMILIES: Mapping[str, Family] = {
     "session": Family("session", "larder.session.arrangements"),
@@ -52,6 +54,7 @@ SLOTS = (
     "timing",
 )
 
+_VARIANTS = re.compile(r"\s*(\w+)((?::\w+)+)")
 _PRESS = re.compile(r"\s*(\w+Press)\b")
 # Slots whose part belongs to that of another one.
 BELONGINGS: Mapping[str, tuple[str, ...]] = {
@@ -65,14 +68,40 @@ def parts_by_slot(sentence: str) -> dict[str, Call]:
 
     Raises:
         SpellingError: the sentence does not parse, or parts are out of order or repeated.
-        UnknownName: a preset or part does not exist.
+        UnknownName: a preset, a variant or a part does not exist.
     """
     _check_press(sentence)
+    name, variants = "", list[str]()
+    if (match := _VARIANTS.match(sentence)) is not None:
+        name, variants = match[1], match[2].split(":")[1:]
+        _check_variants(name, variants)
+        sentence = name + sentence[match.end() :]
     calls = parse(sentence)
     if not calls[0].is_bare or calls[0].name not in PRESETS:
         return _in_order(calls, "")
     preset, *own = calls
-    return _extended(_in_order(parse(PRESETS[preset.name]), ""), _in_order(own, f"{preset} > "))
+    parts = _in_order(parse(PRESETS[preset.name]), "")
+    for variant in variants:
+        others = _in_order(parse(VARIANTS[variant]), "")
+        parts = _replaced(parts, others, kept=others)
+    return _extended(parts, _in_order(own, f"{preset} > "))
+
+
+def _check_variants(name: str, variants: Sequence[str]) -> None:
+    """Check the names in front of a colon and behind it.
+
+    Raises:
+        UnknownName: the one is no preset, or another no variant.
+    """
+    if name not in PRESETS:
+        raise UnknownName(
+            unknown_name_message("preset with variants", name, sorted(PRESETS), LISTING)
+        )
+    for variant in variants:
+        if variant not in VARIANTS:
+            raise UnknownName(
+                unknown_name_message("variant of a preset", variant, sorted(VARIANTS))
+            )
 
 
 def _check_press(sentence: str) -> None:
@@ -90,16 +119,29 @@ def _check_press(sentence: str) -> None:
 
 
 def _extended(preset: Mapping[str, Call], calls: Mapping[str, Call]) -> dict[str, Call]:
-    """Parts of a preset with others in their slots."""
-    parts = dict(preset)
+    """Parts of a preset with others in their slots; of the same part, parameters change."""
+    changed, others = dict(preset), dict[str, Call]()
     for slot, call in calls.items():
         former = preset.get(slot)
         if former is not None and former.name == call.name:
-            parts[slot] = Call(call.name, {**former.parameters, **call.parameters})
-            continue
-        parts[slot] = call
+            changed[slot] = Call(call.name, {**former.parameters, **call.parameters})
+        else:
+            others[slot] = call
+    return _replaced(changed, others, kept=calls)
+
+
+def _replaced(
+    preset: Mapping[str, Call], calls: Mapping[str, Call], kept: Mapping[str, Call]
+) -> dict[str, Call]:
+    """Parts of a preset with others in their slots, and without what belonged to those replaced.
+
+    Args:
+        kept: slots whose parts stay.
+    """
+    parts = {**preset, **calls}
+    for slot in calls:
         for belonging in BELONGINGS.get(slot, ()):
-            if belonging not in calls:
+            if belonging not in kept:
                 parts.pop(belonging, None)
     return parts
 

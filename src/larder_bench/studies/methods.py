@@ -12,11 +12,10 @@ rag_episodic    the same within the question's episode
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from enum import Enum
-from typing import Any
 
 from larder.core import (
     Conversation,
@@ -29,19 +28,8 @@ from larder.core import (
     spell,
     unknown_name_message,
 )
-from larder.policy import (
-    WITHOUT_LIMIT,
-    Drop,
-    Exact,
-    FoldEma,
-    HeadKV,
-    Pooled,
-    Protect,
-    Quantized,
-    Sensitivity,
-)
-from larder.prefill import Blockwise, Whole
-from larder.session import PRESETS, ConversationMemory, Policy, with_searched_recall
+from larder.policy import WITHOUT_LIMIT
+from larder.session import ConversationMemory, Policy, with_searched_recall
 from larder_bench.results.budget_labels import OWN, WHOLE, MatchedQuantity
 from larder_bench.retrievals.base import RetrievalBaseline
 from larder_bench.studies.model_context import ModelContext
@@ -58,18 +46,6 @@ TOPK_POLICY = (
 
 # Prompt `task` of policies that keep what a described task looks at.
 TASK = "A question about this text follows. Find what it asks for, and repeat it word for word."
-VARIANTS: Mapping[str, Mapping[str, Any]] = {
-    "drop": {"compensation": Drop()},
-    "exact": {"storage": Exact()},
-    "int4": {"storage": Quantized(bits=4)},
-    "fold": {"compensation": FoldEma()},
-    "whole": {"schedule": Whole()},
-    "blockwise": {"schedule": Blockwise()},
-    "sensitivity": {"budget": Sensitivity(floor=0.015), "protect": Protect(sinks=0, recent=0)},
-    "floored": {"budget": Sensitivity()},
-    "pooled": {"budget": Pooled()},
-    "headkv": {"budget": HeadKV()},
-}
 
 
 class QuestionScope(Enum):
@@ -266,25 +242,9 @@ class PolicyVariant:
 
 
 def parse_variant(name: str) -> PolicyVariant:
-    """Policy or variant of a preset, such as `h2o:drop`.
+    """Policy by the name of tables, such as `h2o:drop`.
 
     Raises:
-        UnknownName: the variant does not exist; see also `Policy.parse`.
+        UnknownName: the preset or variant does not exist; see also `Policy.parse`.
     """
-    base, *variants = name.split(":")
-    if not variants or base not in PRESETS:
-        return PolicyVariant(name, Policy.parse(name))
-    if unknown := [variant for variant in variants if variant not in VARIANTS]:
-        raise UnknownName(unknown_name_message("variant of a preset", unknown[0], sorted(VARIANTS)))
-    return apply_variants(base, *variants)
-
-
-def apply_variants(name: str, *variants: str) -> PolicyVariant:
-    """Preset with other parts in some slots.
-
-    Raises:
-        UsageError: the parts cannot be combined.
-    """
-    parts = {slot: part for variant in variants for slot, part in VARIANTS[variant].items()}
-    policy = replace(Policy.parse(name), **parts)
-    return PolicyVariant(":".join((name, *variants)), Policy.parse(str(policy)))
+    return PolicyVariant(name, Policy.parse(name))
