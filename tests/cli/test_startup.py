@@ -101,6 +101,6 @@ def test_a_document_under_larder_imports_few_modules(tmp_path: Path) -> None:
     first, asked = (after(ask(document, "larder")) for _ in range(2))
     assert first.loads("larder.models.measurements._noise_costs")  # the first measures transforms
     assert asked.loads("larder.cache.forms.transform", "larder.ops.plane_coder")
-    others = ("recall", "session.embedders", "ops.cpu.range_coder", "ops.quantization")
+    others = ("session.embedders", "ops.cpu.range_coder", "ops.quantization")
     assert not asked.loads(*(f"larder.{name}" for name in others))
     assert len(asked.own) < MOST_MODULES, sorted(asked.own)

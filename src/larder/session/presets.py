@@ -363,7 +363,7 @@ PRESETS: Mapping[str, str] = {
 }
 
 # Variants of presets, by the names that tables give them: parts in place of those of the preset.
-VARIANTS: Mapping[str, str] = {
+PRESET_VARIANTS: Mapping[str, str] = {
     "drop": "drop()",
     "exact": "exact()",
     "int4": "quantized(bits=4)",

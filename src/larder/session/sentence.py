@@ -9,7 +9,7 @@ A first name without parentheses is a preset's, if there is one of that name; wi
 is a part's. A part behind a preset takes its slot: it replaces the part that the preset has there,
 or, if that is the same part, changes the parameters that it names. What belongs to a replaced part
 leaves with it: the aggregation and the head rule of a scorer, the recall of an offload. A variant
-(`VARIANTS`) replaces parts with all their parameters; more of them and parts may follow.
+(`PRESET_VARIANTS`) replaces parts with all their parameters; more of them and parts may follow.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from larder.core.family import LISTING, Family, unknown_name_message
 from larder.core.recall import RECALLS
 from larder.core.spelling import Call, parse
 from larder.policy.scorers.base import REDUCTION_SLOTS, SCORERS
-from larder.session.presets import PRESETS, VARIANTS
+from larder.session.presets import PRESET_VARIANTS, PRESETS
 
 FAMILIES: Mapping[str, Family] = {
     "session": Family("session", "larder.session.arrangements"),
@@ -82,7 +82,7 @@ def parts_by_slot(sentence: str) -> dict[str, Call]:
     preset, *own = calls
     parts = _in_order(parse(PRESETS[preset.name]), "")
     for variant in variants:
-        others = _in_order(parse(VARIANTS[variant]), "")
+        others = _in_order(parse(PRESET_VARIANTS[variant]), "")
         parts = _replaced(parts, others, kept=others)
     return _extended(parts, _in_order(own, f"{preset} > "))
 
@@ -98,9 +98,9 @@ def _check_variants(name: str, variants: Sequence[str]) -> None:
             unknown_name_message("preset with variants", name, sorted(PRESETS), LISTING)
         )
     for variant in variants:
-        if variant not in VARIANTS:
+        if variant not in PRESET_VARIANTS:
             raise UnknownName(
-                unknown_name_message("variant of a preset", variant, sorted(VARIANTS))
+                unknown_name_message("variant of a preset", variant, sorted(PRESET_VARIANTS))
             )
 
 
