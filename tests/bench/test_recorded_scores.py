@@ -9,10 +9,12 @@ import torch
 
 from larder import Engine
 from larder.core import BadParameter
+from larder.models import wrap_model
 from larder.prefill import PeakMemoryMeter
 from larder.session import Policy, build_caches, common_prompts
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.execution.runner import StudyRunner, parse_measure
+from larder_bench.profiling.synthetic_cache import random_cache
 from larder_bench.random_models import open_model
 from larder_bench.scoring.recorded_scores import (
     NEXT,
@@ -23,6 +25,7 @@ from larder_bench.scoring.recorded_scores import (
 )
 from larder_bench.studies.model_context import ModelContext
 from larder_bench.studies.study import Study, StudyTask
+from tiny_models import tiny
 
 FOLLOWING, LENGTH = 8, 400
 SENTENCES = (
@@ -92,6 +95,15 @@ def test_recorded_full_cache_has_probe_logits_and_full_bytes(text: RecordedText)
     assert len(text.logits[NEXT]) == FOLLOWING - 1 and len(text.logits[RECITED]) == FOLLOWING
     full = compared_full_bytes(text)
     assert full <= compared_bytes(text.cache) <= 1.13 * full  # positions come on top
+
+
+def test_compared_bytes_leave_sliding_windows_out() -> None:
+    """A share is of what a budget changes, as the bytes of the full cache are."""
+    cache = random_cache(wrap_model(tiny("gemma3")), "dense", LENGTH)
+    managed = [store for store in cache.layers if store.layer.is_managed]
+    assert 0 < len(managed) < len(cache.layers)
+    halved = cache.spec.managed_bytes_per_token() // 2 * LENGTH  # float32, counted as bfloat16
+    assert compared_bytes(cache) == sum(store.nbytes for store in managed) - halved
 
 
 @pytest.mark.extended

@@ -204,17 +204,18 @@ def _recorded_parts(sized: Policy, spec: ModelSpec) -> str:
 
 
 def compared_bytes(cache: SequenceCache) -> int:
-    """Bytes of a cache whose exact entries are counted in bfloat16."""
-    total = 0
+    """Bytes of the managed layers of a cache whose exact entries are counted in bfloat16."""
+    total, extra = 0, cache.spec.dtype.itemsize - COMPARED_BYTES
     for store in cache.layers:
-        extra = cache.spec.dtype.itemsize - COMPARED_BYTES
+        if not store.layer.is_managed:
+            continue
         exact = sum(store.full_precision_lengths)
         total += store.nbytes - 2 * store.layer.head_dim * extra * exact
     return total
 
 
 def compared_full_bytes(text: RecordedText) -> int:
-    """Bytes of the full cache of a text in bfloat16."""
+    """Bytes of the managed layers of the full cache of a text in bfloat16."""
     spec = text.cache.spec
     return spec.managed_bytes_per_token() * COMPARED_BYTES // spec.dtype.itemsize * len(text.ids)
 
