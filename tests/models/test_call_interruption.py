@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from architectures.families import families
 from larder.cache import SequenceCache
 from larder.core import Mode
-from larder.models import LONG_CALL_TOKENS, BatchSegment, Decoder, wrap_model
+from larder.models import LONG_CALL_TOKENS, BatchSegment, Decoder, decoder_stack, wrap_model
+from larder.ops import c_library
+from larder.ops.cpu import decoder_layer
 from model_runs import some_ids
 
 LONG = LONG_CALL_TOKENS + 12
@@ -35,7 +37,7 @@ class Steps:
         self.place += 1
 
 
-def check_interrupted(decoder: Decoder) -> None:
+def check_interrupted(decoder: Decoder, step_tolerance: float = 1e-5) -> None:
     """A long call and the steps between its layers give what each gives alone."""
     ids = some_ids(LONG, seed=1)
     alone = SequenceCache(decoder.spec, "ragged")
@@ -50,11 +52,28 @@ def check_interrupted(decoder: Decoder) -> None:
         torch.testing.assert_close(cache.state()[name], tensor, rtol=0, atol=0)
     for _ in between.seen:
         apart.step()
-    torch.testing.assert_close(torch.cat(between.seen), torch.cat(apart.seen), rtol=0, atol=1e-5)
+    seen, expected = torch.cat(between.seen), torch.cat(apart.seen)
+    torch.testing.assert_close(seen, expected, rtol=0, atol=step_tolerance)
 
 
 def test_interrupted_call_and_its_steps_equal_separate_calls(architecture, adopted) -> None:
     check_interrupted(adopted(architecture))
+
+
+@pytest.mark.skipif(c_library() is None, reason="no C compiler at installation")
+def test_interrupted_call_of_the_kernel_and_its_steps_have_their_bits_alone(adopted, monkeypatch):
+    for module in (decoder_layer, decoder_stack):
+        monkeypatch.setattr(module, "max_rows", lambda dtype: 2 * LONG)
+    rows, run = list[int](), decoder_stack.DecoderStack.forward
+
+    def noted(self, hidden_states, **named):
+        rows.append(hidden_states.shape[1])
+        return run(self, hidden_states, **named)
+
+    monkeypatch.setattr(decoder_stack.DecoderStack, "forward", noted)
+    decoder = adopted("qwen3")
+    check_interrupted(decoder, step_tolerance=0)
+    assert rows.count(LONG) == 2 and rows.count(1) == 2 * len(decoder.spec.layers)
 
 
 @pytest.mark.extended

@@ -15,7 +15,7 @@ from larder.ops import MAX_ROWS, c_library, few_rows_linear, is_supported, max_r
 from larder.ops.cpu import decoder_layer
 
 needs_library = pytest.mark.skipif(c_library() is None, reason="no C compiler at installation")
-MOST_ROWS = 70  # of the tests: several tiles of 16, and parts of one
+MOST_ROWS = 140  # of the tests: several tiles of 16 and panels of 64, and parts of one
 ROUNDING = {torch.bfloat16: 2**-7, torch.float32: 1e-5}  # of a number, relative
 by_dtype = pytest.mark.parametrize("dtype", list(ROUNDING))
 
@@ -94,9 +94,10 @@ def test_missing_kernel_takes_no_rows(monkeypatch):
     ("slow_rows", "expected"),
     [
         ((), MAX_ROWS),
-        ((MAX_ROWS, 64), 32),
-        ((MAX_ROWS, 64, 32), 16),
-        ((MAX_ROWS, 64, 32, 16, 8), 1),
+        ((MAX_ROWS,), 256),
+        ((MAX_ROWS, 256, 128, 64), 32),
+        ((MAX_ROWS, 256, 128, 64, 32), 16),
+        ((MAX_ROWS, 256, 128, 64, 32, 16, 8), 1),
         (decoder_layer.ROW_COUNTS, 0),
     ],
 )
@@ -110,7 +111,7 @@ def test_max_rows_is_the_measured_crossover(monkeypatch, slow_rows, expected):
 
 
 @needs_library
-@pytest.mark.parametrize(("slowdown", "expected"), [(1, 128), (1.05, 64), (1.1, 32), (1.2, 16)])
+@pytest.mark.parametrize(("slowdown", "expected"), [(1.04, 512), (1.06, 64), (1.1, 32), (1.2, 16)])
 def test_many_rows_must_be_nearly_as_fast_as_torch(monkeypatch, slowdown, expected):
     def seconds(product, rows, weights) -> float:
         return slowdown if product is few_rows_linear else 1
@@ -118,6 +119,21 @@ def test_many_rows_must_be_nearly_as_fast_as_torch(monkeypatch, slowdown, expect
     monkeypatch.setattr(decoder_layer, "_seconds_of_pass", seconds)
     monkeypatch.setattr(decoder_layer, "_most_rows", lambda dtype: MAX_ROWS)
     assert decoder_layer._measured_rows(torch.bfloat16) == expected
+
+
+@needs_library
+def test_products_of_many_rows_are_timed_with_fewer_weights(monkeypatch):
+    timed = dict[int, int]()
+
+    def seconds(product, rows, weights) -> float:
+        timed[len(rows)] = len(weights)
+        return 2 if product is few_rows_linear else 1
+
+    monkeypatch.setattr(decoder_layer, "_seconds_of_pass", seconds)
+    monkeypatch.setattr(decoder_layer, "_most_rows", lambda dtype: MAX_ROWS)
+    decoder_layer._measured_rows(torch.float32)
+    most = max(timed.values())
+    assert timed == {count: most * 128 // max(count, 128) for count in decoder_layer.ROW_COUNTS}
 
 
 @needs_library

@@ -129,6 +129,11 @@ class DecoderStack(nn.Module):
             and all(map(_is_served_hook, self._parts.pre_hooks))
         )
 
+    @property
+    def is_running(self) -> bool:
+        """True while calls of the model run the stack."""
+        return list(self._owner[0].layers) == [self]
+
     @contextmanager
     def in_place_of_layers(self) -> Iterator[None]:
         """Context in which calls of the model run the stack."""

@@ -1,8 +1,8 @@
 """Choice of what runs the layers of a model for the tokens of a call.
 
-On a CPU calls of few tokens take as long as reading the weights: they run the decoder stack and its
-product for the head where these serve the model, and for bfloat16 elsewhere torch's faster kernel
-for one row.
+On a CPU calls of at most a block of tokens run the decoder stack and its product for the head where
+these serve the model and are measured to be faster than torch, and for bfloat16 elsewhere torch's
+faster kernel for one row.
 On a GPU the stack saves most launches of a layer, for any number of tokens.
 """
 
@@ -44,6 +44,8 @@ class StackRunner(LayerRunner):
 
     def layers(self, num_tokens: int) -> AbstractContextManager[None]:
         """Context of the layers that a call runs, to be entered once all hooks are set."""
+        if self._stack is not None and self._stack.is_running:
+            return nullcontext()  # a call between two layers of another one, whose stack it runs
         if self._stack is None or not self._stack.is_current:
             from larder.models.decoder_stack import DecoderStack
 

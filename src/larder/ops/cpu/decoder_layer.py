@@ -30,13 +30,14 @@ from larder.ops.cpu.kernel_choice import saved_choice, slowdown, thread_seconds
 from larder.ops.decoder_layer import LayerSizes, LayerTensors
 
 SUFFIXES = {torch.bfloat16: "", torch.float32: "_float32"}  # of the C functions
-MAX_ROWS = 128  # of which the kernel is measured; from there on torch's products win
-ROW_COUNTS = (MAX_ROWS, 64, 32, 16, 8, 1)
+MAX_ROWS = 512  # of which the kernel is measured: a block of a prompt
+ROW_COUNTS = (MAX_ROWS, 256, 128, 64, 32, 16, 8, 1)
 OUTPUT_MULTIPLE, INPUT_MULTIPLE = 16, 32  # of the sizes that the kernel multiplies
 TIMED_WEIGHTS = (24, 576, 1536)  # 42 MB: a step finds its weights in memory, not in a cache
+TIMED_ROWS = 128  # products of more rows take longer than reading weights: fewer weights are timed
 # Slowdown of the products alone that what the layer saves around them makes up for: about as much
-# as products of 4 rows take, and at most MOST_SLOWDOWN.
-MOST_SLOWDOWN, SAVED_ROWS = 1.25, 4
+# as products of 4 rows take, and at least what norms, rotation and activation do of many rows.
+MOST_SLOWDOWN, SAVED_ROWS, LEAST_SLOWDOWN = 1.25, 4, 1.05
 
 _measuring = Lock()
 
@@ -236,11 +237,12 @@ def _measured_rows(dtype: torch.dtype) -> int:
         if count > most:
             continue
         rows = torch.ones(count, TIMED_WEIGHTS[2], dtype=dtype)
+        timed = weights[: TIMED_WEIGHTS[0] * TIMED_ROWS // max(count, TIMED_ROWS)]
         ours, others = (
-            partial(_seconds_of_pass, product, rows, weights)
+            partial(_seconds_of_pass, product, rows, timed)
             for product in (few_rows_linear, linear)
         )
-        if slowdown(ours, others) < min(MOST_SLOWDOWN, 1 + SAVED_ROWS / count):
+        if slowdown(ours, others) < max(LEAST_SLOWDOWN, min(MOST_SLOWDOWN, 1 + SAVED_ROWS / count)):
             return count
     return 0
 

@@ -33,6 +33,7 @@
 #define TOGETHER 4    /* outputs whose sums stay in registers with those of */
 #define MOST_ROWS 6   /* rows */
 #define MOST_WEIGHTS 3
+#define PANEL_ROWS 64     /* rows that are multiplied by all weights before others are */
 #define BYTES_AHEAD 16384 /* bytes of weights that are fetched ahead, into the second cache */
 #define LINE_BYTES 64
 #define STEP_LINES 2 /* lines of the next weights that a step of one of several tiles fetches */
@@ -332,5 +333,5 @@ int EXPORTED(larder_linear)(const number *rows, const number *matrix, const numb
     return 0;
 }
 
-/* Most rows for which these products can be the fastest. */
-int64_t EXPORTED(larder_most_rows)(void) { return 128; }
+/* Most rows for which these products can be the fastest: as many as a block of a prompt has. */
+int64_t EXPORTED(larder_most_rows)(void) { return 512; }

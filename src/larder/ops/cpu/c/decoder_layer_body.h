@@ -159,10 +159,11 @@ TARGET static void NAME(dot)(const struct products *all, const number *matrix, c
         out[r] = NAME(sum_each)(sums + r * LANES);
 }
 
-/* Products of all rows with blocks [start, stop) of outputs. Rows are cut into tiles of nearly equal
- * size, which read a block from the caches while they fetch the next one. */
-TARGET static void NAME(multiply)(const struct products *all, int64_t start, int64_t stop) {
-    int64_t tiles = (all->num_rows + MOST_ROWS - 1) / MOST_ROWS;
+/* Products of rows [from, to) with blocks [start, stop) of outputs. Rows are cut into tiles of nearly
+ * equal size, which read a block from the caches while they fetch the next one. */
+TARGET static void NAME(multiply_panel)(const struct products *all, int64_t from, int64_t to,
+                                        int64_t start, int64_t stop) {
+    int64_t rows = to - from, tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
     for (int64_t block = start; block < stop; block++) {
         int64_t own_block, size = LANES * all->size;
         const struct weights *own = weights_of(all, block, &own_block);
@@ -172,8 +173,8 @@ TARGET static void NAME(multiply)(const struct products *all, int64_t start, int
             next = weights_of(all, block + 1, &next_block)->matrix + next_block * size;
         }
         for (int64_t tile = 0; tile < tiles; tile++) {
-            int64_t first = all->num_rows * tile / tiles, part = tiles == 1 ? -1 : tile;
-            int64_t count = all->num_rows * (tile + 1) / tiles - first;
+            int64_t first = from + rows * tile / tiles, part = tiles == 1 ? -1 : tile;
+            int64_t count = from + rows * (tile + 1) / tiles - first;
             floats outs[MOST_ROWS], others[MOST_ROWS] = {{0}};
             NAME(dot)(all, matrix, next, part, first, count, outs);
             if (all->use == GATED) {
@@ -184,6 +185,15 @@ TARGET static void NAME(multiply)(const struct products *all, int64_t start, int
                 NAME(use)(all, own, own_block, first + r, outs[r], others[r]);
         }
     }
+}
+
+/* Products of all rows with blocks [start, stop) of outputs: of as many rows at a time as stay in the
+ * second cache. */
+TARGET static void NAME(multiply)(const struct products *all, int64_t start, int64_t stop) {
+    int64_t panels = (all->num_rows + PANEL_ROWS - 1) / PANEL_ROWS;
+    for (int64_t panel = 0; panel < panels; panel++)
+        NAME(multiply_panel)(all, all->num_rows * panel / panels,
+                             all->num_rows * (panel + 1) / panels, start, stop);
 }
 #undef ROW_BYTES
 #endif
