@@ -216,6 +216,7 @@ class FakeKernels:
         for module, twins in forms.items():
             counted = {name: self._counted(name, form) for name, form in twins.items()}
             patch.setattr(module, "_kernels", partial(self._kernels, SimpleNamespace(**counted)))
+        patch.setattr(page_eviction, "_check", lambda scores, is_ranked: None)  # reads: CPU alone
         attend = self._counted("paged_attention", _attention_by_triton)
         patch.setitem(paged_attention._FORMS, AttentionBackend.TRITON, lambda: attend)
 

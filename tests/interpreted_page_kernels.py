@@ -110,6 +110,28 @@ def check_eviction(device: str) -> None:
             torch.testing.assert_close(found, expected, atol=1e-6, rtol=0, equal_nan=True)
 
 
+def check_lost_scores(device: str) -> None:
+    """Scores that are NaN rank below all others, those of spared entries above."""
+    one = step_segments().to(device)
+    one.mass[one.table[3, :2].long()] = torch.nan  # the first of these entries is spared
+    other = one.clone()
+    other.mass.masked_fill_(other.mass.isnan(), -torch.inf)
+    eviction_kernels.evict_lowest(one.entries, one.mass, one.table, one.limits)
+    given = other.entries, other.mass, other.table, other.limits
+    twin_form(torch_eviction, torch_eviction.evict_lowest, *given)
+    first = one.entries.positions[one.table[3, 0].long(), 0]
+    assert first < one.limits.firsts[3], "a spared entry was evicted"
+    held = torch.minimum(one.limits.lengths, one.limits.counts)
+    layout = one.table, held, held.long().cumsum(0) - held, int(held.sum())
+    sides = [
+        twin_form(
+            torch_pages, torch_pages.gather_pages, own.entries.positions.unsqueeze(2), *layout
+        )
+        for own in (one, other)
+    ]
+    assert torch.equal(*sides)
+
+
 def _pools(own: StepSegments) -> list[Tensor]:
     """Pools of the entries, with a row of numbers for each."""
     keys, values, *numbers, columns = own.entries
@@ -221,6 +243,7 @@ def main(device: str) -> None:
             check(own)
         print(name)
     check_eviction(device)
+    check_lost_scores(device)
     print("eviction")
     check_launches(cases[1], step_segments().to(device))
     print("launches")

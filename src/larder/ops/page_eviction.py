@@ -2,9 +2,12 @@
 
 The entry of the lowest number in a column goes, the last of equals; it may be merged into the most
 similar one that stays (D2O). Entries behind it move up, so that those of a segment stay in order of
-their positions. No form synchronizes with the host: how many entries a segment has afterwards is
-known before. On a GPU with Triton the kernels of `ops.gpu.eviction_kernels` run; elsewhere torch,
-which is their readable twin.
+their positions. How many entries a segment has afterwards is known before. On a GPU with Triton the
+kernels of `ops.gpu.eviction_kernels` run; elsewhere torch, which is their readable twin.
+
+A number that is NaN cannot be ranked. On a CPU that is an error, before anything is changed. On a
+GPU an error would take a read of the host in every step, which no form makes there: NaN ranks below
+all numbers, so that spared entries stay spared.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from jaxtyping import Bool, Float, Int32, Int64
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from larder.core.errors import ScoreError
 from larder.ops.pages import EntryMerging, EvictionLimits, PagedEntries, padded_rows
 
 TINY = torch.finfo(torch.float32).tiny
@@ -35,16 +39,30 @@ def evict_lowest(
     Args:
         scores: one of the columns; for merging, the attention that entries have received.
         merging: None where all segments drop what they reject.
+
+    Raises:
+        ScoreError: on a CPU a score of a segment that has one too many is NaN; nothing is changed.
     """
     if (kernels := _kernels(entries.keys)) is not None:
         return kernels.evict_lowest(entries, scores, table, limits, merging)
     rows, is_held = padded_rows(table, limits.lengths, scores.shape[1])
-    victims = _lowest(rows, is_held, entries.positions, scores, limits)
     goes = limits.lengths > limits.counts
+    if scores.device.type == "cpu":
+        _check(scores.flatten()[rows], is_held & goes[:, None])
+    victims = _lowest(rows, is_held, entries.positions, scores, limits)
     if merging is not None:
         merges, firsts = goes & (merging.rates > 0), table[:, 0]
         _merge(rows, is_held, victims, merges, firsts, entries, scores, merging)
     _close_gaps(rows, victims, goes, entries, limits.lengths)
+
+
+def _check(scores: Float[Tensor, "S T"], is_ranked: Bool[Tensor, "S T"]) -> None:
+    """Raise a ScoreError if one of the scores that are ranked is NaN."""
+    if (is_lost := scores.isnan() & is_ranked).any():
+        raise ScoreError(
+            f"The accumulated attention is NaN for {int(is_lost.sum())} of {int(is_ranked.sum())} "
+            "entries, which cannot be ranked: look for numbers in the model that are not finite."
+        )
 
 
 def _lowest(
@@ -54,10 +72,11 @@ def _lowest(
     scores: Float[Tensor, "N P"],
     limits: EvictionLimits,
 ) -> Int64[Tensor, " S"]:
-    """Index of the entry of each segment that goes, if one does."""
-    own = positions.flatten()[rows]
+    """Index of the entry of each segment that goes, if one does; NaN is the lowest score."""
+    own, numbers = positions.flatten()[rows], scores.flatten()[rows]
     is_spared = (own < limits.firsts[:, None]) | (own >= limits.stops[:, None])
-    ranked = scores.flatten()[rows].masked_fill(is_spared | ~is_held, torch.inf)
+    ranked = numbers.masked_fill(numbers.isnan(), -torch.inf)
+    ranked = ranked.masked_fill(is_spared | ~is_held, torch.inf)
     is_lowest = is_held & (ranked == ranked.amin(1, keepdim=True))
     indices = torch.arange(rows.shape[1], device=rows.device)
     return torch.where(is_lowest, indices, 0).amax(1)

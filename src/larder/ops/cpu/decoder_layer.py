@@ -239,8 +239,7 @@ def _measured_rows(dtype: torch.dtype) -> int:
         rows = torch.ones(count, TIMED_WEIGHTS[2], dtype=dtype)
         timed = weights[: TIMED_WEIGHTS[0] * TIMED_ROWS // max(count, TIMED_ROWS)]
         ours, others = (
-            partial(_seconds_of_pass, product, rows, timed)
-            for product in (few_rows_linear, linear)
+            partial(_seconds_of_pass, product, rows, timed) for product in (few_rows_linear, linear)
         )
         if slowdown(ours, others) < max(LEAST_SLOWDOWN, min(MOST_SLOWDOWN, 1 + SAVED_ROWS / count)):
             return count

@@ -129,7 +129,8 @@ def _row(pages, index, P: tl.constexpr):
 
 @triton.jit
 def _lowest(positions, scores, pages, length, first, stop, P: tl.constexpr, BLOCK: tl.constexpr):
-    """Index of the entry of the lowest score, the last of equals; spared ones rank above all."""
+    """Index of the entry of the lowest score, the last of equals; NaN ranks below all, and spared
+    entries above."""
     lowest, victim = float("inf"), 0
     for start in range(0, length, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
@@ -137,6 +138,7 @@ def _lowest(positions, scores, pages, length, first, stop, P: tl.constexpr, BLOC
         rows = _rows(pages, offsets, is_held, P)
         own = tl.load(positions + rows, mask=is_held, other=0)
         ranked = tl.load(scores + rows, mask=is_held, other=float("inf"))
+        ranked = tl.where(ranked == ranked, ranked, float("-inf"))
         ranked = tl.where((own < first) | (own >= stop), float("inf"), ranked)
         low = tl.min(ranked, 0)
         last = tl.max(tl.where(is_held & (ranked == low), offsets, 0), 0)
