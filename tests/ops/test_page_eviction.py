@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from larder.core.errors import ScoreError
+from larder.core import ScoreError
 from larder.ops import evict_lowest, page_eviction
 from paged_evictions import StepSegments, step_segments
 from references.ops.pages import after_step_eviction, entries_of

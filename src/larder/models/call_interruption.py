@@ -8,7 +8,8 @@ layer, with no part in its results.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 
 from torch import nn
 
@@ -52,12 +53,25 @@ class CallInterruptions:
         finally:
             self._before_layer, self._with_hooks = former
 
-    def before_layer(self, num_tokens: int) -> BeforeLayer:
-        """Callback of a call of so many tokens, whose own hooks are not set yet."""
+    def before_layer(self, num_tokens: int, head: AbstractContextManager[None]) -> BeforeLayer:
+        """Callback of a call of so many tokens, whose own hooks are not set yet.
+
+        Args:
+            head: context of the model's head in that call, left meanwhile.
+        """
         if self._before_layer is no_calls or num_tokens <= LONG_CALL_TOKENS:
             return no_calls
         has_hooks = _count_hooks(self._module) != self._num_hooks
-        return self._with_hooks if has_hooks else self._before_layer
+        return self._with_hooks if has_hooks else partial(_call_outside, head, self._before_layer)
+
+
+def _call_outside(context: AbstractContextManager[None], call: BeforeLayer) -> None:
+    """Call with a context left meanwhile, which is entered again."""
+    context.__exit__(None, None, None)
+    try:
+        call()
+    finally:
+        context.__enter__()
 
 
 def _count_hooks(module: nn.Module) -> int:

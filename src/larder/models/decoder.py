@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from larder.models.attention_backend import (
 )
 from larder.models.attention_survey import latent_hooks, survey_model
 from larder.models.batch_segment import BatchSegment, new_hidden, new_token_indices
-from larder.models.call_interruption import BeforeLayer, CallInterruptions, no_calls
+from larder.models.call_interruption import CallInterruptions
 from larder.models.forward_batch import ForwardBatch
 from larder.models.introspection import call_uncached, check_unchanged, switch_attention
 from larder.models.layer_runner import LayerRunner, layer_runner_of
@@ -349,11 +349,11 @@ class Decoder:
         **options: Any,
     ) -> Any:
         num_tokens = sum(segment.num_tokens for segment in segments)
-        before_layer = self.interruptions.before_layer(num_tokens)
+        head = self.layer_runner.head(num_tokens)
+        before_layer = self.interruptions.before_layer(num_tokens, head)
         with self._forward_batch(segments, mode, observer, inputs) as batch:
-            with (head := self.layer_runner.head(num_tokens)):
-                if before_layer is not no_calls:
-                    batch.before_layer = partial(_call_outside, head, before_layer)
+            batch.before_layer = before_layer
+            with head:
                 return module(**self._arguments(batch), **options)
 
     def _arguments(self, batch: ForwardBatch) -> dict[str, Any]:
@@ -472,15 +472,6 @@ class AppendCall:
         parts = new_hidden(self.batch.segments, hidden[0].to(device))
         _save_tails(self.batch.segments, parts)
         return parts
-
-
-def _call_outside(context: AbstractContextManager[None], call: BeforeLayer) -> None:
-    """Call with a context left meanwhile, which is entered again."""
-    context.__exit__(None, None, None)
-    try:
-        call()
-    finally:
-        context.__enter__()
 
 
 def _with_earlier_tokens(segments: Sequence[BatchSegment], mode: Mode) -> list[BatchSegment]:
