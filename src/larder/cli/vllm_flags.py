@@ -107,7 +107,7 @@ SHORT_FLAGS = {
 
 
 def answer(option: str) -> str | None:
-    """What to give in place of a flag of `vllm serve`; None for any other option.
+    """Message with what replaces a flag of `vllm serve`; None for any other option.
 
     Args:
         option: as it was given: with `_` for `-`, as `--no-FLAG`, or with a path behind a dot

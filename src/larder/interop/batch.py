@@ -358,5 +358,5 @@ class EmptyCall:
         }
 
     def parts_of(self, hidden: Float[Tensor, "1 N hidden"]) -> list[Tensor]:
-        """No states."""
+        """Empty: no hidden states are needed."""
         return []

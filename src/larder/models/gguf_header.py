@@ -50,7 +50,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class GGUFHeader:
-    """What stands before the tensors of a file.
+    """Header of a GGUF file: metadata and the table of tensors.
 
     Args:
         values: metadata by their keys.

@@ -47,7 +47,7 @@ class _State:
 
 @dataclass(frozen=True)
 class _Source:
-    """What the tensors are made of.
+    """Source of the tensors: file, processor and names.
 
     Args:
         data: bytes of the GGUF file.

@@ -195,7 +195,7 @@ def _offloading_hooks(part: nn.Module) -> list[Any]:
 
 
 class PageUse(Enum):
-    """Which caches are held in pages.
+    """Choice of the caches that are held in pages.
 
     AUTO: those of a model on one CUDA device.
     ON: those on any device.

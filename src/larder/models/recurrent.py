@@ -186,7 +186,7 @@ class NoHooks:
         return nullcontext()
 
     def states(self) -> list[RecurrentState]:
-        """No states."""
+        """Empty list: there are no recurrent layers."""
         return []
 
 

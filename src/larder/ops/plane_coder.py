@@ -63,7 +63,7 @@ Payload = UInt8[ndarray, " B"]
 
 
 class Kind(Enum):
-    """How a code writes what its raw bits leave.
+    """Representation of what the raw bits of a code leave.
 
     LEVELS: the quotient of the magnitude in levels, and signs of what is not 0.
     SPARSE: the same, the first level of the bytes of its plane that are not 0.
@@ -198,8 +198,8 @@ def plane_library() -> CDLL | None:
 
 
 def is_plane_kernel_fast() -> bool:
-    """Whether the compiled kernel reads planes by masks, with AVX-512; other processors read them
-    bit by bit, and a decode step takes more than twice as long."""
+    """True if the compiled kernel reads planes by masks, with AVX-512; other processors read
+    them bit by bit, and a decode step takes more than twice as long."""
     library = plane_library()
     return library is not None and library.larder_instruction_set() >= AVX512
 

@@ -337,7 +337,7 @@ class StepEviction:
         return found
 
     def _key(self, segment: SequenceStep) -> tuple[object, ...]:
-        """What the table of a segment depends on beside its storage."""
+        """Key of the table of a segment: state that it depends on beside its storage."""
         due = segment.quotas if segment.is_due else list(segment.quotas)
         return self._tokens, due
 

@@ -283,13 +283,13 @@ class DciIndex(RecallIndex):
 
 
 def visited_mask(pages: Int64[Tensor, "H P"], count: int) -> Bool[Tensor, "H N"]:
-    """Which of `count` pages are in each row, whose last are -1."""
+    """Mask of `count` pages: those that each row lists; rows are padded with -1."""
     mask = torch.zeros(len(pages), count + 1, dtype=torch.bool)
     return mask.scatter_(1, pages + 1, True)[:, 1:]
 
 
 def distinct_rows(mask: Bool[Tensor, "K N"]) -> tuple[Int64[Tensor, "K P"], Bool[Tensor, "K P"]]:
-    """Columns of the true numbers of each row, in order, and which of these there are."""
+    """Indices of the true columns of each row, ascending, and a mask of the valid ones."""
     counts = mask.sum(1)
     order = (~mask).long().argsort(stable=True, dim=1)[:, : int(counts.max())]
     return order, torch.arange(order.shape[1]) < counts[:, None]

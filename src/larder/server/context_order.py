@@ -69,7 +69,7 @@ class ContextOrders:
         return tuple(dict.fromkeys((*best, *sizes)))
 
     def add(self, tenant: str, order: Ids) -> None:
-        """Note an order as the most recently used one, unless there is no room for it."""
+        """Add an order as the most recently used one, unless it exceeds the memory for orders."""
         order = order[:MOST_CONTEXTS]
         known = self._orders.get(tenant, OrderedDict())
         if order in known:

@@ -164,7 +164,7 @@ class ContextPrompts:
         return replace(request, contexts=texts(request.contexts), message_contexts=own)
 
     def keep(self, request: Request) -> None:
-        """Keep the texts of a resolved request, which was found to be valid, for their ids."""
+        """Store the texts of a valid, resolved request under their ids."""
         for text in all_contexts(request):
             self._texts.add(request.tenant, text)
 

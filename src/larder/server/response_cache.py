@@ -141,7 +141,7 @@ class TenantCategory:
         self._asked = OrderedDict[int, ResponseEntry]()  # without answers, by identity
 
     def find(self, context: str, vector: Vector, now: float) -> ResponseEntry | None:
-        """Entry that answers a question, asked once more; None if there is none."""
+        """Entry that answers a question, its count raised by one; None if there is none."""
         self.kept = [each for each in self.kept if now - each.created < self.rules.ttl]
         return self._ask(self.kept, context, vector)
 
@@ -154,7 +154,7 @@ class TenantCategory:
         return [each for _, each in near[-NUM_EXAMPLES:]]
 
     def note(self, context: str, vector: Vector, question: str) -> ResponseEntry:
-        """Entry of a question that is about to be answered, asked once more."""
+        """Entry of a question that is about to be answered, its count raised by one."""
         repeated = [each for each in self.kept if each.question == question]
         if (known := self._ask(repeated, context, vector)) is not None:
             return known

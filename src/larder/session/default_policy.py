@@ -83,7 +83,7 @@ def default_policy(kind: TextKind | str, spec: ModelSpec | None = None) -> str:
 
 
 def missing_for_larder(spec: ModelSpec) -> str:
-    """What keeps documents of a model from the policy `larder`, as a clause; empty if nothing."""
+    """Reason not to read documents under the policy `larder`, as a clause; empty if none."""
     from larder.cache.table_file import measured_path
     from larder.ops.plane_coder import is_plane_kernel_fast, plane_library
 

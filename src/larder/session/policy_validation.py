@@ -233,7 +233,7 @@ def check_state(compensation: Compensation, storage: Storage) -> None:
 
 
 def check_added(scorer: Scorer, compensation: Compensation, storage: Storage) -> None:
-    """Validate that what a compensation adds is made behind the full cache, and held.
+    """Validate that entries added by a compensation come from the full cache and can be stored.
 
     Raises:
         SpellingError: entries are rejected while the text is read, or the storage holds none that

@@ -28,7 +28,7 @@ EXAMPLE = "Utterance: {utterance}\nLabel: {label}\n"
 
 @dataclass(frozen=True)
 class FewShot(BenchTask):
-    """As many examples as fit, or as the corpus has.
+    """Examples, as many as fit or as the corpus has.
 
     Args:
         questions: number of utterances to classify.

@@ -27,7 +27,7 @@ GIFT = (1, 9)
 
 @dataclass(frozen=True)
 class LedgerTask(BenchTask):
-    """As many ledgers as fit, with small talk in the remaining space.
+    """Ledgers, as many as fit, with small talk in the remaining space.
 
     Args:
         steps: steps of each ledger.

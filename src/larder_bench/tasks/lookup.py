@@ -52,7 +52,7 @@ JSON_OBJECT = PairFormat('"{name}": "{value}"', '"{value}"', ", ", ("{", "}"))
 
 @dataclass(frozen=True)
 class Lookup(BenchTask):
-    """As many lines as fit.
+    """Lines to look up, as many as fit.
 
     Args:
         questions: number of names asked for.

@@ -1,4 +1,4 @@
-"""Utility curve of a head: what the best entries by a score hold of what later tokens take.
+"""Utility curve of a head: share of later attention that its best entries by a score receive.
 
 Tang et al., "Predicting Future Utility: Global Combinatorial Optimization for Task-Agnostic KV
 Cache Eviction" (2026), arXiv:2602.08585. Of one text, the entries of a context are ranked by the

@@ -87,7 +87,7 @@ def add_span(table, picks, weights, first, stop, sums):
 
 @njit_kernel
 def accumulate_channels(tables, picks, weights, sums):
-    """All heads and spans in one thread."""
+    """Weighted sums of channels for all heads and spans, on one thread."""
     length = sums.shape[2]
     for k in range(tables.shape[0]):
         for first in range(0, length, SPAN):
@@ -116,7 +116,7 @@ def sum_codes_of_head(table, codes, sums):
 
 @njit_kernel
 def sum_codes(tables, codes, sums):
-    """All query heads in one thread."""
+    """Sums of table values by codes for all query heads, on one thread."""
     for k in range(sums.shape[0]):
         for g in range(sums.shape[1]):
             sum_codes_of_head(tables[k, g], codes[k], sums[k, g])

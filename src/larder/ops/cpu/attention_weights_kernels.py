@@ -198,7 +198,7 @@ def head_weights_from_logits(logits, starts, lengths, weights):
 def attention_weights(
     queries, keys, biases, starts, lengths, scaling, cut, group_len, join, weights
 ):
-    """All chunks in one thread, into the zeros `weights`."""
+    """Attention weights of all chunks, added to the zeros `weights` on one thread."""
     chunks, _ = cut
     buffers = allocate_chunks(len(chunks), queries.shape[1])
     exponentiate_chunks(

@@ -297,7 +297,7 @@ def _declare_recall(library: ctypes.CDLL) -> None:
 
 
 def _declare_range_coder(library: ctypes.CDLL) -> None:
-    """The same of the range coder, and of entries of blocks of any coder."""
+    """Declare functions of the range coder, and of entries of blocks of any coder."""
     library.larder_decode_components.argtypes = [
         *[POINTER] * 2,
         *[INTEGER] * 2,
@@ -313,7 +313,7 @@ def _declare_range_coder(library: ctypes.CDLL) -> None:
 
 
 def _declare_planes(library: ctypes.CDLL) -> None:
-    """The same of the coder of bit planes, which a library of an older version lacks."""
+    """Declare functions of the bit-plane coder, which a library of an older version lacks."""
     library.larder_encode_planes.argtypes = [*[INTEGER] * 2, *[POINTER] * 3]
     library.larder_encode_planes.restype = INTEGER
     library.larder_count_planes.argtypes = [*[INTEGER] * 2, *[POINTER] * 3]
@@ -328,7 +328,7 @@ def _declare_planes(library: ctypes.CDLL) -> None:
 
 
 def _declare_conversion(library: ctypes.CDLL) -> None:
-    """As `_declare`, for functions that convert files."""
+    """Declare functions that convert files."""
     if not hasattr(library, "larder_dequantize_blocks"):
         return
     library.larder_dequantize_blocks.argtypes = [ctypes.c_int32, POINTER, INTEGER, POINTER]

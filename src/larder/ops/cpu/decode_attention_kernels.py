@@ -230,7 +230,7 @@ def merge_splits(lengths, bounds, peaks, masses, partials):
 
 @njit_kernel
 def attend_serially(queries, keys, values, biases, logits, starts, lengths, scaling, bounds):
-    """All spans in one thread; output [K, N, D] and log-sum-exp [K, N].
+    """Attention over all spans, on one thread: output [K, N, D] and log-sum-exp [K, N].
 
     `logits` [N, C] receive the logits of each stored row; empty if they are not needed.
     """

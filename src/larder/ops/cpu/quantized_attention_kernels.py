@@ -272,7 +272,7 @@ def attend_span(queries, keys, values, biases, layout, groups, scaling, bounds, 
 
 @njit_kernel
 def attend_serially(queries, keys, values, biases, layout, groups, scaling, bounds):
-    """All spans in one thread; output [K, N, D] and log-sum-exp [K, N]."""
+    """Attention over all spans, on one thread: output [K, N, D] and log-sum-exp [K, N]."""
     num_pieces = bounds.size - 1 + groups.size
     peaks = np.empty((num_pieces, queries.shape[1]), np.float32)
     masses = np.empty((num_pieces, queries.shape[1]), np.float32)

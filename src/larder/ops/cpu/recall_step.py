@@ -39,7 +39,7 @@ class RecallCall(ctypes.Structure):
 
 
 class RecalledStep(NamedTuple):
-    """What a call did.
+    """Result of a call.
 
     Args:
         outcome: 0 if all was done. NO_ROOM: nothing was changed. NO_MEMORY: pages that were

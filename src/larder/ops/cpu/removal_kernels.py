@@ -158,7 +158,7 @@ def move_share(addresses, row_bytes, kept, starts, new_starts, lengths, new_leng
 
 @njit_kernel
 def move_serially(addresses, row_bytes, kept, starts, new_starts, lengths, new_lengths, shares):
-    """All heads in one thread."""
+    """Removal on one thread, all heads in turn."""
     for s in range(shares):
         move_share(addresses, row_bytes, kept, starts, new_starts, lengths, new_lengths, s, shares)
 

@@ -56,7 +56,7 @@ def score_chunk(queries, stored, start, first, stop, page, bests):
 
 @njit_kernel
 def score_pages(queries, stored, starts, lengths, page, chunks, bests):
-    """All chunks in one thread."""
+    """Scores of pages of all chunks, on one thread."""
     for p in range(len(chunks)):
         h, first, stop = chunks[p]
         score_chunk(queries[h], stored, starts[h], first, stop, page, bests[h])
@@ -154,7 +154,7 @@ def top_row(scores, best):
 
 @njit_kernel
 def top_rows(scores, best):
-    """All rows in one thread."""
+    """Highest scores of all rows, on one thread."""
     for row in range(len(scores)):
         top_row(scores[row], best[row])
 
@@ -224,7 +224,7 @@ def nearest_one(stored, start, length, marked, query_rows, first):
 
 @njit_kernel
 def nearest_all(stored, starts, lengths, marked, query_rows, heads, cosines, nearest):
-    """All entries in one thread."""
+    """Nearest marked entries of all queries, on one thread."""
     firsts = np.cumsum(lengths) - lengths
     for f in range(query_rows.size):
         h = heads[f]

@@ -178,7 +178,7 @@ async def on_unexpected_error(request: HttpRequest, error: Exception) -> JSONRes
 
 
 def _near_path(request: HttpRequest) -> str:
-    """Where a request to an unknown path may have been meant to go."""
+    """Known path that a request to an unknown one may have meant."""
     path = request.url.path
     meant = path.removeprefix("/v1") if path.startswith("/v1/v1/") else f"/v1{path}"
     scope = {**request.scope, "path": meant}

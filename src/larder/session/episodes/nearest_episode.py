@@ -62,7 +62,7 @@ class Episode:
 
     @property
     def prompt_texts(self) -> tuple[str, ...]:
-        """Representative segments, which the entries of its cache are scored with."""
+        """Representative segments, read as prompts that score the entries of its cache."""
         return tuple(self.texts[index] for index in self.representatives)
 
     def with_segment(self, row: Float32[np.ndarray, " D"], text: str, index: int) -> Episode:

@@ -136,13 +136,13 @@ class Predictive(StorageCodec):
 
 
 class Predictive12(Predictive):
-    """The same in a twelfth of the bfloat16 bytes."""
+    """Predictive coding in a twelfth of the bfloat16 bytes."""
 
     share: ClassVar[float] = 1 / 12
 
 
 class Predictive16(Predictive):
-    """The same in a sixteenth of the bfloat16 bytes."""
+    """Predictive coding in a sixteenth of the bfloat16 bytes."""
 
     share: ClassVar[float] = 1 / 16
 
