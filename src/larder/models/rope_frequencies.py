@@ -1,4 +1,4 @@
-"""RoPE frequencies of a model's configuration: fixed, or fixed up to a number of tokens.
+"""RoPE frequencies (`rope_scaling`) of a model: fixed, or fixed up to a number of tokens.
 
 Cached keys stay valid as long as the frequencies that rotated them do. Long-rope (Phi-3) has two
 sets of frequencies: one for texts up to the length that the model was first trained on, another for

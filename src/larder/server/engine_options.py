@@ -1,4 +1,4 @@
-"""Options of an engine core."""
+"""Engine arguments: memory, scheduling and names of a served model."""
 
 from __future__ import annotations
 

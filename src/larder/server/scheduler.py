@@ -1,4 +1,4 @@
-"""Scheduler: decode steps and prefill blocks of many requests over one model, fair between tenants.
+"""Scheduler: decode steps, prefill blocks and preemption of requests, fair between tenants.
 
 A step is one decode step of all running answers, then one prefill block of one request, which short
 blocks of others fill up, as long as the latency between tokens allows (`PrefillTokenBudget`). Ends

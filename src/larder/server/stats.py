@@ -1,4 +1,4 @@
-"""Statistics of the server, collected from its parts."""
+"""Statistics of the server: requests, prefix cache hits, preemptions, bytes of tiers."""
 
 from __future__ import annotations
 

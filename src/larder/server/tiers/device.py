@@ -1,4 +1,4 @@
-"""Device memory: reservations for caches, made before they are allocated and checked afterwards.
+"""Device tier: memory reserved for caches before they are allocated, and checked afterwards.
 
 A turn is admitted with the upper bound of its memory, so no admitted turn runs out of memory. One
 thread works on one cache at a time, so memory that is used twice while storage is reallocated is

@@ -1,4 +1,4 @@
-"""Host memory: reservations for chat caches and for transcripts.
+"""Host tier (swap space): memory reserved for chat caches and for transcripts.
 
 Of a chat's caches one is on the device, the others in host memory. Entries that the active one has
 offloaded count as host memory, too.
