@@ -107,10 +107,10 @@ MUTATIONS = {
         ("prefill/test_gradients.py",),
     ),
     "gradients: later tokens are seen": Mutation(
-        "prefill/gradients.py",
-        "hidden = (positions > observation.query_positions[:, None]) | (positions < first)",
-        "hidden = positions < first",
-        ("prefill/test_gradients.py",),
+        "ops/attention_gradient.py",
+        "masked_fill((positions > seen) | (positions < first), -torch.inf)",
+        "masked_fill(positions < first, -torch.inf)",
+        ("ops/test_attention_gradient.py", "prefill/test_gradients.py"),
     ),
     "qaq: more error where more attention": Mutation(
         "policy/storage/qaq.py",
