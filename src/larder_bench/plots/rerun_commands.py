@@ -86,15 +86,15 @@ def _base(spelling: str) -> str:
 
 def _by_name(study: Study, rows: Sequence[Row]) -> Iterator[str]:
     """Options of a study by its name with its overrides, once for each device and dtype."""
-    for place in dict.fromkeys((row["device"], row["dtype"]) for row in rows):
-        on_device = [row for row in rows if (row["device"], row["dtype"]) == place]
+    for device, dtype in dict.fromkeys((row["device"], row["dtype"]) for row in rows):
+        on_device = [row for row in rows if (row["device"], row["dtype"]) == (device, dtype)]
         words = [f"--study {shlex.quote(study.name)}"]
         models = list(dict.fromkeys(row["model"] for row in on_device))
         words += map(_model, models if tuple(models) != study.models else ())
         files = 1 + max(row["seed"] for row in on_device) - study.first_seed
         words += [f"--files {files}"] if files != study.files else []
         yield " ".join(
-            [*words, *_device(*place), *folder_options({row["task"] for row in on_device})]
+            [*words, *_device(device, dtype), *folder_options({row["task"] for row in on_device})]
         )
 
 

@@ -125,7 +125,7 @@ class CorrectedLayer(TieredLayer):
         held.values[rows] = replayed.values.flatten(0, 1).to(held.values)
         new = answer()
         queries = replayed.queries.split(1, 1)
-        mended = [self._mended(*pair) for pair in zip(former, queries, strict=True)]
+        mended = [self._mended(past, own) for past, own in zip(former, queries, strict=True)]
         self._past = (*mended, self._past[-1])[-self.parking.recall.corrected :]
         self._count_bytes()
         return torch.cat(

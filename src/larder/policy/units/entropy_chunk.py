@@ -54,7 +54,7 @@ class EntropyChunk(Unit):
         lengths = list(observation.entries.lengths)
         spans = observation.entries.packed_positions().long() // self.size
         heads = zip(torch.split(scores, lengths), torch.split(spans, lengths), strict=True)
-        return torch.cat([self._ranks(*head) for head in heads])
+        return torch.cat([self._ranks(own, labels) for own, labels in heads])
 
     def _ranks(self, scores: Float[Tensor, " S"], spans: Int64[Tensor, " S"]) -> Tensor:
         """Ranks of one head, the highest first; infinite scores do not change."""
