@@ -62,6 +62,7 @@ from .eviction.continuum import Continuum as Continuum
 from .eviction.continuum import ToolPauses as ToolPauses
 from .eviction.marconi import ALPHAS as ALPHAS
 from .eviction.marconi import Marconi as Marconi
+from .failures import FailureCounter as FailureCounter
 from .fs import open_file_system as open_file_system
 from .fs.base import TEMPORARY_FOLDER as TEMPORARY_FOLDER
 from .fs.base import FileInfo as FileInfo

@@ -27,6 +27,8 @@ _REASONS: tuple[tuple[type[LarderError], str], ...] = (
     (Superseded, "superseded"),
     (BudgetError, "budget"),
 )
+# Reasons that are no fault: what was saved before an option changed is not used.
+_EXPECTED = frozenset({"policy"})
 
 
 class ReasonCounter:
@@ -51,9 +53,10 @@ class FailureCounter(ReasonCounter):
     """Failure counts since the store was opened. Safe from threads."""
 
     def note(self, reason: str, message: str) -> str:
-        """Count and log a failure; return its reason."""
+        """Count and log a failure, one that is no fault as information; return its reason."""
         self.count(reason)
-        _LOG.warning("%s: %s", reason, message)
+        level = logging.INFO if reason in _EXPECTED else logging.WARNING
+        _LOG.log(level, "%s: %s", reason, message)
         return reason
 
     def note_error(self, error: LarderError) -> str:
