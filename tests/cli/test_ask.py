@@ -122,6 +122,24 @@ def test_text_file_is_answered(run: Run, tmp_path: Path) -> None:
     assert run("ask", path, "-q", CAT, "--policy", "full").stdout == "Mira\n"
 
 
+@pytest.mark.parametrize(
+    "text", ["My cat is called Mira.\n", '[{"role": "user", "content": "My cat is called Mira."}]']
+)
+def test_text_or_conversation_on_stdin_is_answered(run: Run, text: str) -> None:
+    assert run("ask", "-", "-q", CAT, "--policy", "full", stdin=text).stdout == "Mira\n"
+
+
+def test_stdin_is_read_alone_and_not_empty(run: Run, talk: Path) -> None:
+    beside = complaint(run("ask", "-", "--context", talk, "-q", CAT, stdin="A text."), 2)
+    assert "stdin, which is read alone: save its text to a file" in beside
+    assert "stdin is blank" in complaint(run("ask", "-", "-q", CAT, stdin="\n"), 1)
+
+
+def test_second_file_is_refused_with_the_option_for_it(run: Run, talk: Path) -> None:
+    line = complaint(run("ask", talk, talk, "-q", CAT), 2)
+    assert "One FILE is read: give each further one as --context FILE." in line
+
+
 def test_short_text_needs_no_budget(run: Run, tmp_path: Path) -> None:
     path = write(tmp_path / "note.txt", "My cat is called Mira.\n")
     assert run("ask", path, "-q", CAT, "--policy", "snapkv").stdout == "Mira\n"

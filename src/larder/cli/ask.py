@@ -35,12 +35,13 @@ if TYPE_CHECKING:
     from larder.engine.engine import Engine
     from larder.engine.persistence import ChatPersistence
 
+STDIN = Path("-")
 InputFile = Annotated[
     Path | None,
     typer.Argument(
         metavar="FILE",
-        help="Conversation (.json) or document (.txt, .md, logs, programs); may be left out "
-        "with --context.",
+        help="Conversation (.json) or document (.txt, .md, logs, programs), or - for stdin; may "
+        "be left out with --context.",
     ),
 ]
 ContextFiles = Annotated[
@@ -206,15 +207,17 @@ def _prompts(questions: list[str]) -> dict[str, str]:
 
 
 def _read_files(file: Path | None, context: list[Path]) -> Conversation:
-    """Conversation in a file, or a document of several contexts.
+    """Conversation in a file or on stdin, or a document of several contexts.
 
     Raises:
-        UsageError: neither is given.
+        UsageError: neither is given, or stdin beside contexts, or stdin is closed.
         InputError: a file cannot be read, or is no document beside others.
     """
     from larder.session.files import read_conversation
     from larder.session.files.loader import read_context_files
 
+    if STDIN in (file, *context):
+        return _read_stdin(is_alone=not context)
     if not context:
         if file is None:
             raise UsageError(
@@ -223,6 +226,18 @@ def _read_files(file: Path | None, context: list[Path]) -> Conversation:
             )
         return read_conversation(file)
     return read_context_files([*([] if file is None else [file]), *context])
+
+
+def _read_stdin(is_alone: bool) -> Conversation:
+    from larder.session.files.loader import read_stream
+
+    if not is_alone:
+        raise UsageError(
+            "- is stdin, which is read alone: save its text to a file, and give that as --context."
+        )
+    if sys.stdin is None:
+        raise UsageError("- is stdin, which is closed: pipe a text into it, or name a FILE.")
+    return read_stream(sys.stdin.buffer.read(), "stdin")
 
 
 def _read_schema(path: Path) -> Mapping[str, Any]:

@@ -117,6 +117,8 @@ def _usage_error(error: Any) -> UsageError:
     ended = message if message.endswith("?") else f"{message.rstrip('.')}."
     if RATIO_OPTION in message:
         ended += " The share that stays is --budget: 25% for a compression ratio of 0.75."
+    if where.endswith(" ask") and message.startswith(EXTRA_ARGUMENT):
+        ended += " One FILE is read: give each further one as --context FILE."
     if where.endswith(" serve"):
         ended = _vllm_answer(ended)
     return UsageError(f"{ended} See '{where} --help'.")

@@ -163,6 +163,8 @@ def read_conversation(
     path = Path(path)
     ending = path.suffix.lower()
     documents = DOCUMENT_SUFFIXES + LINE_SUFFIXES
+    if path.is_fifo():
+        return read_stream(path.read_bytes(), str(path), adversarial)
     if ending not in CONVERSATION_SUFFIXES + documents and path.is_file():
         known = ", ".join(CONVERSATION_SUFFIXES + documents)
         way = "rename it"
@@ -177,6 +179,31 @@ def read_conversation(
         return _read_json(_parse(text), path.stem, adversarial)
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
+
+
+def read_stream(
+    data: bytes, name: str, adversarial: Adversarial = Adversarial.LEFT_OUT
+) -> Conversation:
+    """Read what has no file ending, such as stdin: JSON of a known form, or else a document.
+
+    Args:
+        data: text in UTF-8.
+        name: where it is from, for errors.
+
+    Raises:
+        InputError: it is empty, no text, or a malformed conversation.
+    """
+    text = _decoded(data, name)
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        return read_document(text, name)
+    if not any(form.matches(content) for form in _formats()):
+        return read_document(text, name)
+    try:
+        return _read_json(content, name, adversarial)
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from error
 
 
 def conversation_of(
@@ -271,25 +298,31 @@ def _text_as_document(text: str) -> Conversation:
 
 def _text(path: Path) -> str:
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        data = path.read_bytes()
     except FileNotFoundError as error:
         raise InputError(f"{path} does not exist: check the spelling, or name another file.") from (
             error
         )
     except IsADirectoryError as error:
         raise InputError(f"{path} is a folder: name a file inside it.") from error
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"{path} is not text: byte {error.start} is not UTF-8; convert the file to UTF-8."
-        ) from error
     except OSError as error:
         reason = error.strerror or "unknown reason"
         raise InputError(f"{path} cannot be read ({reason}): check its permissions.") from error
+    return _decoded(data, path)
+
+
+def _decoded(data: bytes, name: str | Path) -> str:
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{name} is not text: byte {error.start} is not UTF-8; convert it to UTF-8."
+        ) from error
     if "\0" in text:
-        raise InputError(f"{path} is not text: it holds zero bytes; convert the file to UTF-8.")
+        raise InputError(f"{name} is not text: it holds zero bytes; convert it to UTF-8.")
     if not text.strip():
         size = "empty" if not text else "blank"
-        raise InputError(f"{path} is {size}: put a conversation or a document into it.")
+        raise InputError(f"{name} is {size}: put a conversation or a document into it.")
     return text
 
 
