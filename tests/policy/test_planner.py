@@ -91,6 +91,12 @@ KEEPERS = {
 }
 
 
+def test_budget_of_one_token_is_singular() -> None:
+    whole = planner(SinksAndWindow(sinks=4), Protect(sinks=0, recent=0))
+    with pytest.raises(BudgetError, match="budget of 1 token is smaller"):
+        whole.quotas(1, 100, (0,), {})
+
+
 @pytest.mark.parametrize("name", KEEPERS)
 def test_accepted_budget_keeps_all_protected_tokens(name) -> None:
     scorer, protect, least = KEEPERS[name]

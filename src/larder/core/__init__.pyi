@@ -42,6 +42,7 @@ from .images import ImageSpans as ImageSpans
 from .images import spans_of as spans_of
 from .memory_budget import BudgetUnit as BudgetUnit
 from .memory_budget import MemoryBudget as MemoryBudget
+from .memory_budget import count_of_tokens as count_of_tokens
 from .observation import Calibration as Calibration
 from .observation import Entries as Entries
 from .observation import LatestQueries as LatestQueries

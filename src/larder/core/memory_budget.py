@@ -25,6 +25,11 @@ _PATTERN = re.compile(
 )
 
 
+def count_of_tokens(count: int) -> str:
+    """Count of tokens in words, for messages: "1 token", "512 tokens"."""
+    return f"{count} token{'' if count == 1 else 's'}"
+
+
 class BudgetUnit(Enum):
     """Unit of a memory budget."""
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from larder.cache.sequence import SequenceCache
 from larder.core.arguments import check_type
 from larder.core.errors import InputError
+from larder.core.memory_budget import count_of_tokens
 from larder.core.progress import Progress, no_progress
 from larder.core.types import TokenIds
 from larder.engine.detokenizer import IncrementalDetokenizer, discard_text
@@ -329,7 +330,8 @@ def check_prompt_fits(prompt: TokenIds, tokens: int) -> None:
     """Raise InputError if a question takes more tokens than the budget holds."""
     if len(prompt) > tokens:
         raise InputError(
-            f"The question takes {len(prompt)} tokens, more than the budget of {tokens} per head: "
+            f"The question takes {count_of_tokens(len(prompt))}, more than the budget of {tokens} "
+            "per head: "
             "shorten it, raise the budget, or give a long text as a file."
         )
 

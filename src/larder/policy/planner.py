@@ -15,6 +15,7 @@ from torch import Tensor
 
 from larder.core.errors import BudgetError, ScoreError
 from larder.core.family import Family, public_name
+from larder.core.memory_budget import count_of_tokens
 from larder.core.observation import (
     Calibration,
     Entries,
@@ -271,7 +272,7 @@ class Planner:
         least = self.protect.least(tokens).union(self.scorer.protected_tokens())
         if least.tokens > tokens:
             raise BudgetError(
-                f"The budget of {tokens} tokens is smaller than the {least.tokens} that "
+                f"The budget of {count_of_tokens(tokens)} is smaller than the {least.tokens} that "
                 f"{spell(self.protect)} and {spell(self.scorer)} always keep ({least.first} at the "
                 f"start, {least.last} at the end): raise the budget, or give either of them less."
             )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from larder.core.arguments import require
 from larder.core.errors import BadParameter, BudgetError
+from larder.core.memory_budget import count_of_tokens
 from larder.core.types import PackedMask
 from larder.ops.packing import mask_outside
 
@@ -53,10 +54,9 @@ class Protect:
         """
         least = self.ends(tokens)
         if least.tokens > tokens:
-            amount = f"{tokens} token{'s' * (tokens != 1)}"
             raise BudgetError(
-                f"The budget of {amount} is smaller than sinks + recent = {least.first} + "
-                f"{least.last}, which always stay: raise the budget, or lower "
+                f"The budget of {count_of_tokens(tokens)} is smaller than sinks + recent = "
+                f"{least.first} + {least.last}, which always stay: raise the budget, or lower "
                 "protect(sinks, recent). A share is of the text that is read: for a short text "
                 "give it a min, such as '25% min 64', a budget in tokens (512), or leave it out "
                 "(20%, at least 128)."

@@ -6,7 +6,7 @@ from larder.cache.entry_columns import latest_queries_bytes
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import BudgetError, UsageError
 from larder.core.family import public_name
-from larder.core.memory_budget import BudgetUnit, MemoryBudget
+from larder.core.memory_budget import BudgetUnit, MemoryBudget, count_of_tokens
 from larder.core.part import Ledger
 from larder.core.spec import POSITION_BYTES, LayerSpec, ModelSpec
 from larder.core.spelling import spell
@@ -137,7 +137,8 @@ def _beside(policy: Policy, entries: int, taken: int) -> int:
     part = policy.compensation
     if taken and entries <= taken:
         raise BudgetError(
-            f"The budget of {entries} tokens has no room beside the state of {spell(part)}, which "
+            f"The budget of {count_of_tokens(entries)} has no room beside the state of "
+            f"{spell(part)}, which "
             f"takes {taken}: raise the budget, or take drop()."
         )
     return entries - taken
@@ -222,13 +223,15 @@ def _resident_entries(policy: Policy, tokens: int) -> int:
         taken += f" and the {policy.lag} that {spell(policy.timing)} lets accumulate"
     if resident < 1:
         raise BudgetError(
-            f"The budget of {tokens} tokens has no room beside {taken}: raise the budget, fetch "
+            f"The budget of {count_of_tokens(tokens)} has no room beside {taken}: raise the "
+            "budget, fetch "
             "fewer, or lag less."
         )
     least = policy.protect.least(tokens).union(policy.scorer.protected_tokens()).tokens
     if least > resident and not isinstance(policy.protect.recent, float):
         raise BudgetError(
-            f"The budget of {tokens} tokens has no room for {taken} beside the {least} that "
+            f"The budget of {count_of_tokens(tokens)} has no room for {taken} beside the {least} "
+            "that "
             f"{spell(policy.protect)} and {spell(policy.scorer)} always keep: raise the budget, "
             "fetch fewer, or protect fewer."
         )

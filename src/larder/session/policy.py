@@ -19,6 +19,7 @@ from typing import Any
 
 from larder.core.arguments import check_type
 from larder.core.errors import BudgetError, SpellingError
+from larder.core.memory_budget import count_of_tokens
 from larder.core.recall import OffloadSpec, RecallPart
 from larder.core.spec import RecomputeSpec
 from larder.core.spelling import Call, build, spell, spell_briefly
@@ -288,7 +289,8 @@ class Policy:
         fitting = (tokens - least - self.lag) // self.recall.page * self.recall.page
         if fitting < 1:
             raise BudgetError(
-                f"The budget of {tokens} tokens has no room for a page of {self.recall.page} "
+                f"The budget of {count_of_tokens(tokens)} has no room for a page of "
+                f"{self.recall.page} "
                 f"beside the {least} that {spell(self.protect)} and {spell(self.scorer)} always "
                 f"keep and the {self.lag} that {spell(self.timing)} lets pile up: raise the "
                 "budget, protect fewer, lag less, or take smaller pages."

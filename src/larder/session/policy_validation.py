@@ -11,6 +11,7 @@ from larder.cache.forms.base import CacheLayer
 from larder.cache.spec import FORMS
 from larder.core.errors import BadParameter, SpellingError, UsageError
 from larder.core.family import public_name
+from larder.core.memory_budget import count_of_tokens
 from larder.core.part import PolicyPart
 from larder.core.recall import RecallPart
 from larder.core.spelling import spell
@@ -301,20 +302,23 @@ def with_block_size(schedule: Schedule, tokens: int, block: int | None) -> Sched
     if not schedule.has_blocks:
         if block is not None:
             raise UsageError(
-                f"A block of {block} tokens was given, but {spell(schedule)} reads no blocks: "
+                f"A block of {count_of_tokens(block)} was given, but {spell(schedule)} reads no "
+                "blocks: "
                 "leave it out, or take blockwise()."
             )
         return schedule
     size = schedule.block_tokens if schedule.block_tokens is not None else block
     if block is not None and size != block:
         raise UsageError(
-            f"A block of {block} tokens contradicts {spell(schedule)} in the policy: give one of "
+            f"A block of {count_of_tokens(block)} contradicts {spell(schedule)} in the policy: "
+            "give one of "
             "the two."
         )
     size = min(DEFAULT_BLOCK_TOKENS, tokens) if size is None else size
     if size > tokens:
         raise UsageError(
-            f"The block of {size} tokens is larger than the budget of {tokens}: lower the block, "
+            f"The block of {count_of_tokens(size)} is larger than the budget of {tokens}: lower "
+            "the block, "
             "or raise the budget."
         )
     return replace(schedule, tokens=size)  # pyright: ignore

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from larder.core.codec import TIER_GRADE
 from larder.core.errors import BudgetError
+from larder.core.memory_budget import count_of_tokens
 from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.spec import POSITION_BYTES, LayerSpec
@@ -48,7 +49,8 @@ class ExactEndsStorage(Storage):
         self.check(layers, itemsize)
         if tokens <= self.exact_entries:
             raise BudgetError(
-                f"The budget of {tokens} tokens is no more than the {self.exact_entries} that "
+                f"The budget of {count_of_tokens(tokens)} is no more than the "
+                f"{self.exact_entries} that "
                 f"{spell(self)} keeps exact: raise the budget, or lower sinks or recent."
             )
         gains = [self._gain(layer.head_dim, itemsize) for layer in layers]

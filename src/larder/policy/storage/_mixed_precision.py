@@ -12,6 +12,7 @@ from torch import Tensor
 
 from larder.core.codec import Codec
 from larder.core.errors import BudgetError
+from larder.core.memory_budget import count_of_tokens
 from larder.core.observation import Entries, LayerScores
 from larder.core.plan import Plan
 from larder.core.spec import POSITION_BYTES, LayerSpec
@@ -57,7 +58,7 @@ class MixedPrecisionStorage(Storage):
         spare = self.reserved_entries(layers, itemsize)
         if tokens <= self.residual_window + spare:
             raise BudgetError(
-                f"The budget of {tokens} tokens is no more than the "
+                f"The budget of {count_of_tokens(tokens)} is no more than the "
                 f"{self.residual_window + spare} that {spell(self)} keeps at full precision until "
                 "a group is full: raise the budget, or lower its group."
             )

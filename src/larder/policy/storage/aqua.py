@@ -24,6 +24,7 @@ from typing import ClassVar
 
 from larder.core.codec import ResidualSpec
 from larder.core.errors import BudgetError
+from larder.core.memory_budget import count_of_tokens
 from larder.core.observation import Entries, LayerScores
 from larder.core.plan import Plan
 from larder.core.spec import POSITION_BYTES, LayerSpec
@@ -68,7 +69,8 @@ class Aqua(Storage):
         self.check(layers, itemsize)
         if tokens <= self.exact_tokens:
             raise BudgetError(
-                f"The budget of {tokens} tokens is no more than the {self.exact_tokens} that "
+                f"The budget of {count_of_tokens(tokens)} is no more than the {self.exact_tokens} "
+                "that "
                 f"{spell(self)} keeps exact: raise the budget, or lower sinks or recent."
             )
         more = (tokens - self.exact_tokens) * self._gain(layers, itemsize)
