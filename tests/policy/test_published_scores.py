@@ -345,6 +345,22 @@ def test_capkv_solves_for_two_query_heads_of_any_size(size: int) -> None:
     assert scores == pytest.approx([1 / 2, 1 / 2], abs=1e-4)
 
 
+@pytest.mark.parametrize("scale", [1e3, 1e6, 1e9, 1e12, 1e18])
+@pytest.mark.parametrize("count", [1, 2])
+def test_capkv_solves_for_values_beside_which_the_identity_is_lost(scale, count) -> None:
+    """Orthogonal values of any large norm have all of their leverage."""
+    layer, source = LayerSpec(0, 1, 1, 8, 1.0, radians=(0.0,) * 4), torch.Generator()
+    values = scale * torch.linalg.qr(torch.randn(8, 8, generator=source.manual_seed(3)))[0][:count]
+    keys = torch.eye(8)[:1].expand(count, -1)
+    entries = Entries(keys, values, torch.arange(count).int(), (0,), (count,))
+    newest = torch.tensor([count - 1])
+    seen = Observation(
+        layer, entries, keys[None, :1], newest, count, (0, count), keys=keys[None, :1]
+    )
+    scores = CapKV(future=1, sinks=0).score(seen).tolist()
+    assert scores == pytest.approx([1.0] * count, abs=1e-4)
+
+
 def stored(keys: list[list[float]], values: list[list[float]]) -> Observation:
     """One head with these entries, of which the newest asks with the query (1, 0)."""
     positions, count = torch.arange(len(keys)), len(keys)

@@ -31,6 +31,7 @@ from larder.policy.scorers._future_queries import future_positions, rope_radians
 from larder.policy.scorers.base import Scorer
 
 FLOOR = 1e-6  # added to every relevance inside the capacity
+LEAST_RIDGE = 1e-12  # of the largest number of a capacity in float64, in place of a lost identity
 
 
 @dataclass(frozen=True)
@@ -90,15 +91,24 @@ def _capacity_scores(logits: Float[Tensor, "R S"], values: Float[Tensor, "S D"])
     weights = relevance + FLOOR
     solved, failures = _solved(weights, values)
     if bool(failures.any()):  # values so large, such as SubGen's, that the identity is lost
-        solved = _solved(weights.double(), values.double())[0].float()
+        solved = _solved(weights.double(), values.double(), LEAST_RIDGE)[0].float()
     leverage = torch.einsum("rds,sd->rs", solved, values)
     return (relevance * leverage).mean(0)
 
 
-def _solved(weights: Float[Tensor, "R S"], values: Float[Tensor, "S D"]) -> tuple[Tensor, Tensor]:
-    """Values over the capacity of each query [R, D, S], and which solutions failed."""
+def _solved(
+    weights: Float[Tensor, "R S"], values: Float[Tensor, "S D"], least_ridge: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Values over the capacity of each query [R, D, S], and which solutions failed.
+
+    Args:
+        least_ridge: share of the largest number of the capacity that is added to its diagonal
+            where the identity is less.
+    """
     weighed = values * weights[..., None]  # [R, S, D]
-    capacity = weighed.mT @ values + torch.eye(values.shape[1]).to(values)
+    capacity = weighed.mT @ values
+    ridge = (least_ridge * capacity.amax((1, 2))).clamp(min=1)
+    capacity = capacity + ridge[:, None, None] * torch.eye(values.shape[1]).to(values)
     # positive definite; torch 2.13's LU of a batch of matrices above 128 fails on several threads
     roots, failures = torch.linalg.cholesky_ex(capacity)  # pyright: ignore
     values = values.T.expand(len(capacity), -1, -1)
