@@ -7,6 +7,7 @@ import re
 import socket
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx2
@@ -16,7 +17,7 @@ from openai import OpenAI
 from larder.server import Archive, HttpSettings, LoopbackAuth, create_app
 from server.fake_engine_client import NAME, FakeHub
 from server.http.conftest import ANNE, BOB
-from server.http.running_server import Running
+from server.http.running_server import Running, awaited, running
 
 OPEN = {"/", "/health", "/live", "/page.css", "/page.js", "/map.js", "/talk.js"}
 
@@ -200,6 +201,23 @@ def test_disconnected_client_cancels_its_request(served: Running, path: str, str
             break
         time.sleep(0.01)
     assert served.hub.tickets[0].cancelled.wait(10)
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_answer_in_progress_ends_with_an_error_when_the_server_stops(
+    path: str, stream: bool
+) -> None:
+    wanted = {"chat/completions": "messages", "responses": "input"}[path]
+    body = {"model": NAME, "stream": stream, wanted: [{"role": "user", "content": "wait"}]}
+    with ThreadPoolExecutor(1) as pool, httpx2.Client(timeout=30) as client:
+        with running(LoopbackAuth()) as server:
+            reply = pool.submit(client.post, f"{server.url}/v1/{path}", json=body)
+            assert awaited(lambda: bool(server.hub.tickets))
+            if stream:
+                time.sleep(0.5)  # its head and first pings are sent
+        assert "The server is stopping: try again later." in reply.result().text
+        assert server.hub.tickets[0].cancelled.wait(10)
 
 
 @pytest.mark.failure(number=29)

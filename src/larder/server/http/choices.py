@@ -13,6 +13,7 @@ from fastapi.requests import Request as HttpRequest
 
 from larder.core.errors import LarderError
 from larder.server.answer_form import PLAIN_FORM, AnswerForm
+from larder.server.api_errors import server_stopping
 from larder.server.http.app_state import AppState
 from larder.server.http.error_responses import as_api_error, error_body
 from larder.server.http.protocol import kv_usage, new_id, usage
@@ -387,7 +388,10 @@ async def _merged(
                 tasks.append(task)
         left = len(tasks)
         while left:
-            number, item = await items.get()
+            try:
+                number, item = await items.get()
+            except asyncio.CancelledError:  # the server stops before the answers end
+                raise server_stopping() from None
             if isinstance(item, BaseException):
                 raise item
             left -= isinstance(item, Report)

@@ -14,6 +14,7 @@ from fastapi.requests import Request as HttpRequest
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from larder.server.api_errors import server_stopping
 from larder.server.engine_client import EngineClient
 from larder.server.http.app_state import AppState
 from larder.server.http.error_responses import logged_api_error
@@ -192,13 +193,16 @@ async def _receive(
     watcher = asyncio.create_task(_watch(http, queue))
     try:
         while True:
-            item = await queue.take(state.settings.ping_seconds)
+            try:
+                item = await queue.take(state.settings.ping_seconds)
+            except asyncio.CancelledError:  # the server stops before the answer ends
+                raise server_stopping() from None
             if isinstance(item, ClientClosedRequest):
                 raise item
             if isinstance(item, Exception):
                 raise logged_api_error(item)
             if isinstance(item, Report) and item.reason == "cancelled":
-                raise ApiError("The server is stopping: retry.", 503, "stopping", None, 1.0)
+                raise server_stopping()
             if isinstance(item, Report):
                 state.metrics.observe(item)
             yield item
