@@ -10,6 +10,7 @@ from architectures.families import families
 from larder.cache import SequenceCache
 from larder.core import Mode
 from larder.models import LONG_CALL_TOKENS, BatchSegment, Decoder, decoder_stack, wrap_model
+from larder.models.call_interruption import no_calls
 from larder.ops import c_library
 from larder.ops.cpu import decoder_layer
 from model_runs import some_ids
@@ -75,6 +76,26 @@ def test_interrupted_call_of_the_kernel_and_its_steps_have_their_bits_alone(adop
     rows.clear()
     check_interrupted(decoder, step_tolerance=0)
     assert rows.count(LONG) == 2 and rows.count(1) == 2 * len(decoder.spec.layers)
+
+
+@pytest.mark.skipif(c_library() is None, reason="no C compiler at installation")
+@pytest.mark.parametrize(("around", "between"), [(LONG, LONG + 8), (LONG + 8, LONG), (LONG, LONG)])
+def test_long_call_between_layers_has_its_bits_alone(around, between, adopted, monkeypatch) -> None:
+    """Of one call the kernel runs the layers, of a longer one torch does."""
+    for module in (decoder_layer, decoder_stack):
+        monkeypatch.setattr(module, "max_rows", lambda dtype: LONG)
+    decoder, seen = adopted("qwen3"), list[Tensor]()
+    ids = some_ids(around, seed=1), some_ids(between, seed=2)
+    alone = [logits(decoder, SequenceCache(decoder.spec, "ragged"), each) for each in ids]
+
+    def call() -> None:
+        with decoder.interruptions.by(no_calls):
+            seen.append(logits(decoder, SequenceCache(decoder.spec, "ragged"), ids[1]))
+
+    with decoder.interruptions.by(call):
+        found = logits(decoder, SequenceCache(decoder.spec, "ragged"), ids[0])
+    assert len(seen) == len(decoder.spec.layers)
+    assert torch.equal(found, alone[0]) and all(torch.equal(each, alone[1]) for each in seen)
 
 
 @pytest.mark.extended

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import chain, repeat
 from operator import attrgetter, contains, is_, itemgetter
 from typing import Any, NamedTuple
@@ -134,15 +134,13 @@ class DecoderStack(nn.Module):
         """True while calls of the model run the stack."""
         return list(self._owner[0].layers) == [self]
 
-    @contextmanager
-    def in_place_of_layers(self) -> Iterator[None]:
+    def in_place_of_layers(self) -> AbstractContextManager[None]:
         """Context in which calls of the model run the stack."""
-        modules = vars(self._owner[0])["_modules"]
-        former, modules["layers"] = modules["layers"], nn.ModuleList([self])
-        try:
-            yield
-        finally:
-            modules["layers"] = former
+        return _layers_replaced(self._owner[0], [self])
+
+    def out_of_place(self) -> AbstractContextManager[None]:
+        """Context in which calls of the model run its own layers, within a call of the stack."""
+        return _layers_replaced(self._owner[0], self._layers)
 
     def forward(
         self,
@@ -270,6 +268,16 @@ class SmallBatchHead:
         """True for as few rows of the head's dtype as the kernel takes."""
         is_few = 0 < self._states.shape[:-1].numel() <= max_rows(self._dtype)
         return is_few and self._states.dtype is self._dtype
+
+
+@contextmanager
+def _layers_replaced(body: Any, layers: Sequence[nn.Module]) -> Iterator[None]:
+    modules = vars(body)["_modules"]
+    former, modules["layers"] = modules["layers"], nn.ModuleList(layers)
+    try:
+        yield
+    finally:
+        modules["layers"] = former
 
 
 def _kernels_of(device: torch.device) -> LayerKernels:

@@ -78,7 +78,11 @@ class SmallBatchRunner(StackRunner):
 
     def layers(self, num_tokens: int) -> AbstractContextManager[None]:
         """Context of the layers that a call runs, to be entered once all hooks are set."""
-        return super().layers(num_tokens) if self._are_few(num_tokens) else nullcontext()
+        if self._are_few(num_tokens):
+            return super().layers(num_tokens)
+        if self._stack is not None and self._stack.is_running:
+            return self._stack.out_of_place()  # a long call between two layers of a shorter one
+        return nullcontext()
 
     def head(self, num_tokens: int) -> AbstractContextManager[None]:
         """Context in which the model's head multiplies the states of a call once."""
