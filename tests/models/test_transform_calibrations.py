@@ -64,6 +64,25 @@ def test_spec_round_trips_and_reads_old_spellings() -> None:
     )
 
 
+@pytest.mark.parametrize("damage", ["no such layer", "not finite", "cut off"])
+def test_damaged_file_is_refused_with_the_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    monkeypatch.setenv("LARDER_HOME", str(tmp_path))
+    layer, path = a_layer(), tables_path("m", "transform")
+    path.parent.mkdir(parents=True)
+    tables = some_tables(layer)
+    if damage == "not finite":
+        tables.forward[0, 0, 0, 0] = float("nan")
+    save_file(state_of({layer.index + (damage == "no such layer"): tables}), path)
+    if damage == "cut off":
+        path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(
+        CacheError, match="delete it, if it is there, and measure them with `larder"
+    ):
+        TransformTables.load(layer, TransformSpec(model="m"))
+
+
 def test_rotated_keys_are_transformed_without_unrotation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -139,9 +139,9 @@ class TransformTables:
             return _read(path, path.stat().st_mtime_ns, layer.index, radians, spec.level_bits)
         except (OSError, KeyError):
             raise CacheError(
-                f"{path} has no transforms of layer {layer.index}: measure them with "
-                f"`larder model calibrate MODEL {spec.calibration}`, on the device and dtype that "
-                "it runs in, under its adapter if it has one."
+                f"{path} has no whole transforms of layer {layer.index}: delete it, if it is "
+                f"there, and measure them with `larder model calibrate MODEL {spec.calibration}`, on the "
+                "device and dtype that it runs in, under its adapter if it has one."
             ) from None
 
 
@@ -155,12 +155,14 @@ def _read(
         bits: of the code of a level; 0 without levels.
 
     Raises:
-        KeyError: the file has no such layer.
+        KeyError: the file has no such layer, or a damaged one.
     """
     names = [*PARTS, levels_name(bits)] if bits else PARTS
     forward, mean, deviation, *levels = read_tensors(
         path, [f"{layer}.{part}" for part in names]
     ).values()
+    if not all(bool(torch.isfinite(part).all()) for part in (forward, mean, deviation)):
+        raise KeyError(f"layer {layer} has numbers that are not finite")
     return TransformTables(forward.float(), mean, deviation, radians, *levels)  # packed as halves
 
 
