@@ -140,8 +140,8 @@ class TransformTables:
         except (OSError, KeyError):
             raise CacheError(
                 f"{path} has no whole transforms of layer {layer.index}: delete it, if it is "
-                f"there, and measure them with `larder model calibrate MODEL {spec.calibration}`, on the "
-                "device and dtype that it runs in, under its adapter if it has one."
+                f"there, and measure them with `larder model calibrate MODEL {spec.calibration}`, "
+                "on the device and dtype that it runs in, under its adapter if it has one."
             ) from None
 
 
