@@ -16,7 +16,7 @@ from builders import a_layer
 from larder.core import BadParameter, Entries, Variant
 from larder.ops import dci as ops
 from larder.ops.cpu import dci as fast
-from larder.recall import Dci, DciIndex, LevelAssigner, _dci_build
+from larder.recall import Dci, DciIndex, LevelAssigner, _dci_build, dci
 from references import dci as loop
 from slow_tiers import Tier, pages_of
 from without_kernels import reference
@@ -338,6 +338,38 @@ def test_c_kernel_equals_numba(dtype, head_dim, variant) -> None:
         strict=True,
     ):
         assert np.array_equal(one, other)
+
+
+@pytest.mark.parametrize("form", ["c", "numba", "readable"])
+def test_entries_stay_on_their_level_where_a_beam_finds_cells_without_entries(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A narrow beam takes cells that were opened since the tree was built, with nothing below."""
+    part = Dci(page=2, first=0.5, further=0.5)
+    monkeypatch.setattr(dci, "PARENT_BEAM", 1)
+    states = []
+    for is_reference in (True, False):
+        tier, index = grown(part, [(200, 150)])
+        with monkeypatch.context() as patch:
+            if is_reference or form == "readable":
+                patch.setattr(fast, "supports", lambda keys: False)
+            elif form == "numba":
+                patch.setattr(fast, "insertion_library", lambda head_dim: None)
+            for _ in range(30):
+                tier.grow((5, 4))
+                index.add(tier.entries())
+        for head, length in enumerate(tier.lengths):
+            pages = pages_of(index, tier.lengths)[head]
+            assert sorted(e for _, held in pages for e in held) == list(range(length))
+        forest = index.forest
+        for head in range(2):
+            pages, cells = (int(count) for count in forest.counts[head])
+            members = forest.tree.members[int(forest.bases[0, head]) :][:pages]
+            tiers = forest.tree.tiers[int(forest.bases[0, head]) :][:pages]
+            assert members[tiers > 0].max() < cells
+        states.append(index.state())
+    ours, theirs = states
+    assert all(torch.equal(ours[name], theirs[name]) for name in ("members", "nexts"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

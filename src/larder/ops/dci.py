@@ -196,7 +196,11 @@ class _Head:
             cells = self._best(query, met, beam, square) if level else []
 
     def nearest_cell(self, key: Tensor, square: float, levels: int, target: int, beam: int) -> int:
-        """Cell of the nearest lifted entry on the level above `target`."""
+        """Cell of the nearest lifted entry on the level above `target`.
+
+        Where the best cells of a level have no entries below, as those opened since, all are
+        compared.
+        """
         found = [(0.0, 0)]
         for met in self.descend(key, levels, beam, square, target):
             found = [
@@ -204,6 +208,8 @@ class _Head:
                 for page, products in met
                 for product, cell in zip(products, self.members[page], strict=False)
             ]
+        if not found:
+            return self.nearest_cell(key, square, levels, target, len(self.firsts))
         return min(found)[1]
 
     def insert(

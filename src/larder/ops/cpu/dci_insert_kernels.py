@@ -45,6 +45,38 @@ def quantize_mean(key, mean):
 
 
 @njit_kernel
+def nearest_on_level(key, tail, square, stored, start, pages, cells, levels, target):
+    """Cell of level `target` + 1 that is nearest to a key, of all."""
+    members, fills, nexts = pages
+    firsts, centers, scales, means = cells
+    chosen, coming = np.zeros(firsts.size, np.int64), np.zeros(firsts.size, np.int64)
+    rows, dots, scratch = allocate(members.shape[1], key.size)
+    wide, nearest, best = 1, np.int64(-1), np.float32(0.0)
+    for level in range(levels - 1, target, -1):
+        found = 0
+        for b in range(wide):
+            page = firsts[chosen[b]]
+            while page >= 0:
+                fill = fills[page]
+                if level == target + 1:
+                    rows_of_page(members[page], fill, start, centers, level, rows)
+                    products(key, stored, rows, fill, scratch, dots)
+                    add_lifted_products(stored, rows, fill, tail, square, scratch, dots)
+                for slot in range(fill):
+                    cell = np.int64(members[page, slot])
+                    coming[found] = cell
+                    found += 1
+                    if level == target + 1 and (
+                        nearest < 0 or dots[slot] > best or (dots[slot] == best and cell < nearest)
+                    ):
+                        nearest, best = cell, dots[slot]
+                page = nexts[page]
+        chosen, coming = coming, chosen
+        wide = found
+    return nearest
+
+
+@njit_kernel
 def nearest_cell(key, square, stored, start, pages, cells, levels, target, beam):
     """Cell for a key of level `target`: that of the nearest lifted entry one level above."""
     members, fills, nexts = pages
@@ -70,6 +102,8 @@ def nearest_cell(key, square, stored, start, pages, cells, levels, target, beam)
                 for slot in range(fill):
                     found = insert_ranked(dots[slot], members[page, slot], values, coming, found)
                 page = nexts[page]
+        if found == 0:  # cells opened since, all of them without entries below
+            return nearest_on_level(key, tail, square, stored, start, pages, cells, levels, target)
         chosen, coming = coming, chosen
         wide = found
     return chosen[0]

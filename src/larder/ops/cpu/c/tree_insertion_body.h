@@ -65,6 +65,24 @@ TARGET INLINE void NAME(rank_members)(const struct tree_search *call, const floa
     }
 }
 
+/* Compare all cells of level `target` + 1 below a cell, whose pages are of `level`. */
+TARGET static void NAME(rank_level)(const struct tree_search *call, const floats *key, float tail,
+                                    float square, int64_t tree, int64_t cell, int64_t level,
+                                    int64_t target, struct ranking *cells) {
+    const int32_t *firsts = call->firsts + call->cell_bases[tree];
+    const int32_t *nexts = call->nexts + call->page_bases[tree];
+    for (int32_t page = firsts[cell]; page >= 0; page = nexts[page]) {
+        if (level == target + 1) {
+            NAME(rank_members)(call, key, tail, square, tree, page, level, cells, call->head_dim);
+            continue;
+        }
+        int64_t at = call->page_bases[tree] + page;
+        for (int64_t b = 0; b < call->fills[at]; b++)
+            NAME(rank_level)(call, key, tail, square, tree, call->members[at * call->page + b],
+                             level - 1, target, cells);
+    }
+}
+
 TARGET INLINE int64_t NAME(nearest)(const struct tree_search *call, int64_t tree, const char *key,
                                     float square, int64_t target, struct descent *space,
                                     int64_t dim) {
@@ -80,6 +98,11 @@ TARGET INLINE int64_t NAME(nearest)(const struct tree_search *call, int64_t tree
         struct ranking *cells = &space->cells;
         cells->held = 0;
         int64_t count = list_pages(call, tree, space->chosen, wide, space->listed);
+        if (!count) { /* cells opened since, all of them without entries below */
+            NAME(rank_level)(call, numbers, tail, square, tree, 0, call->levels[tree] - 1, target,
+                             cells);
+            return cells->numbers[0];
+        }
         for (int64_t p = -KEYS_AHEAD; p < count; p++) {
             if (p + KEYS_AHEAD < count)
                 fetch_page(call, tree, space->listed[p + KEYS_AHEAD], level, NULL);
