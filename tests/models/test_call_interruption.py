@@ -9,8 +9,14 @@ from torch import Tensor, nn
 from architectures.families import families
 from larder.cache import SequenceCache
 from larder.core import Mode
-from larder.models import LONG_CALL_TOKENS, BatchSegment, Decoder, decoder_stack, wrap_model
-from larder.models.call_interruption import no_calls
+from larder.models import (
+    LONG_CALL_TOKENS,
+    BatchSegment,
+    Decoder,
+    decoder_stack,
+    no_calls,
+    wrap_model,
+)
 from larder.ops import c_library
 from larder.ops.cpu import decoder_layer
 from model_runs import some_ids

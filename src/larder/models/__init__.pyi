@@ -16,6 +16,7 @@ from .calibration import MEASUREMENTS as MEASUREMENTS
 from .calibration import calibrate as calibrate
 from .call_interruption import LONG_CALL_TOKENS as LONG_CALL_TOKENS
 from .call_interruption import CallInterruptions as CallInterruptions
+from .call_interruption import no_calls as no_calls
 from .captured_steps import CapturedSteps as CapturedSteps
 from .captured_steps import describe_steps as describe_steps
 from .cartridges import TrainedCartridge as TrainedCartridge
