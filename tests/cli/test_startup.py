@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,23 @@ except SystemExit as end:
     assert not end.code, end.code
 told = [sorted(sys.modules), gc.isenabled(), gc.get_freeze_count() > 0]
 print("\\nmodules:", json.dumps(told))
+"""
+
+SERVED = """
+import json, sys
+from pathlib import Path
+from server_core import answered, box_question, characters
+from server_engine_clients import ask, hub_in
+
+with hub_in(Path({folder!r}), characters()) as hub:
+    turns = box_question(1)
+    first = ask(hub, turns, "x")
+    ask(hub, answered(turns, first, "Why?"), "x")
+    assert hub.pin("a", "x").pinned
+    hub.remove("a", "x")
+alone = sorted(sys.modules)
+from larder.server import LeasedSessionLocks
+print("modules:", json.dumps([alone, sorted(sys.modules)]))
 """
 
 
@@ -104,3 +122,19 @@ def test_a_document_under_larder_imports_few_modules(tmp_path: Path) -> None:
     others = ("session.embedders", "ops.cpu.range_coder", "ops.quantization")
     assert not asked.loads(*(f"larder.{name}" for name in others))
     assert len(asked.own) < MOST_MODULES, sorted(asked.own)
+
+
+def test_a_server_alone_on_its_store_imports_nothing_of_clusters(tmp_path: Path) -> None:
+    code, tests = SERVED.format(folder=str(tmp_path)), Path(__file__).parents[1]
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), *sys.path])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    alone, shared = map(set, json.loads(run.stdout.rpartition("modules: ")[2]))
+    assert "larder.server.persistence.store" in alone
+    assert not [name for name in alone if name.startswith("larder.server.cluster.")]
+    assert "larder.server.cluster.epoch_fence" in shared  # leases of many servers need it

@@ -21,8 +21,8 @@ from typing import Any
 
 from larder.core.errors import Damaged, Refused, StoreError
 from larder.server.api_errors import session_held, session_superseded
+from larder.server.cluster.epoch_fence import EpochFence
 from larder.server.persistence.base import SessionLocks
-from larder.server.persistence.epoch_fence import EpochFence
 from larder.server.session_state import SessionState
 from larder.store.components import StoreComponents
 from larder.store.digests import canonical_json, mac_of, open_sealed_json, parse_json, sealed_json

@@ -14,6 +14,7 @@ from larder.server.session_state import SavedCache, SessionState
 from larder.server.transcript import CompletedTurn
 
 ANSWERED_LABEL, PAUSES_LABEL = "answered", "pauses"  # labels of `SessionUsage` fields in records
+WRITE_MARK_LABEL = "mark"  # label that identifies an attempted write
 
 
 class Durability(Enum):

@@ -6,13 +6,15 @@ store does not accept a turn, the future of `commit` has the error.
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
+from typing import TYPE_CHECKING
 
 from larder.core.errors import (
     BudgetError,
@@ -29,11 +31,11 @@ from larder.server.persistence import session_file
 from larder.server.persistence.base import (
     ANSWERED_LABEL,
     PAUSES_LABEL,
+    WRITE_MARK_LABEL,
     SessionLocks,
     SessionPersistence,
     StoredSession,
 )
-from larder.server.persistence.epoch_fence import EpochFence
 from larder.server.request import ApiError, ChatMessage, SessionUnreadableError
 from larder.server.session_info import SessionInfo, stored_session_info
 from larder.server.session_state import SavedCache, SessionState
@@ -44,11 +46,17 @@ from larder.store.sessions.chunk_stream import bytes_at_once
 from larder.store.sessions.records import NO, PINNED_LABEL, ROOT_LABEL, YES, Record, SessionTurn
 from larder.store.store import Store
 
+if TYPE_CHECKING:
+    from larder.server.cluster.epoch_fence import EpochFence
+
 FIRST_MESSAGES_LABEL = "first"  # label with the hash of the first messages
 KEY_DIGITS = 16
 ALL_MESSAGES_LABEL = "said"  # label with the hash of all messages
 MODEL_LABEL = "model"  # label with the model's fingerprint
+MARK_BYTES = 8
 MAX_CANDIDATES = 8  # sessions compared with one request
+# Writes a state behind an epoch, with labels to add.
+StateWriter = Callable[[int, Mapping[str, str]], Record]
 
 
 class StoreSessionPersistence(SessionPersistence):
@@ -65,7 +73,6 @@ class StoreSessionPersistence(SessionPersistence):
         locks: SessionLocks = SessionLocks(),  # noqa: B008, without state
     ) -> None:
         self._store, self._fingerprint, self.locks = store, spec.fingerprint, locks
-        self._fence = EpochFence(store)
         self._pool = ThreadPoolExecutor(1, "larder writing")  # one thread keeps the order of turns
         self._names = defaultdict[str, SessionNameIndex](SessionNameIndex)  # by tenant
         self._names_lock = threading.Lock()
@@ -94,7 +101,7 @@ class StoreSessionPersistence(SessionPersistence):
         def attached(epoch: int, mark: Mapping[str, str]) -> Record:
             return self._store.sessions.attach(tenant, name, prepared, epoch, {**labels, **mark})
 
-        return self._pool.submit(self._fence.write, session, attached)
+        return self._pool.submit(self._write_state, session, attached)
 
     def load(self, tenant: str, name: str) -> StoredSession | None:
         """The session as last written; None if there is none.
@@ -199,7 +206,7 @@ class StoreSessionPersistence(SessionPersistence):
         try:
             if not durability.epoch and own in self._damaged:
                 durability.epoch = self._store.sessions.restart_epoch(tenant, name)
-            self._fence.write(session, appended)
+            self._write_state(session, appended)
             self._damaged.discard(own)
         except Superseded as error:
             durability.is_superseded = True
@@ -259,8 +266,8 @@ class StoreSessionPersistence(SessionPersistence):
 
         try:
             # Without a stored turn, the first one carries the flag.
-            if session.durability.epoch or self._fence.adopts_own_write(session):
-                self._fence.write(session, labeled)
+            if session.durability.epoch or self._adopts_own_write(session):
+                self._write_state(session, labeled)
         except Superseded as error:
             raise session_superseded(session.name) from error
         except (BudgetError, StoreError) as error:
@@ -279,12 +286,55 @@ class StoreSessionPersistence(SessionPersistence):
             BudgetError, StoreError: the store has the session, or may have it.
         """
         try:
-            self._fence.remove(session)
+            self._remove_stored(session)
         except (BudgetError, StoreError) as error:
             if session.durability.epoch or session.durability.write_mark:
                 raise
             self._store.parts.unwritten.note_error(error)
         self._unindex(session.tenant, session.name)
+
+    def _write_state(self, session: SessionState, write: StateWriter) -> Record:
+        """Write a session's next state.
+
+        Raises:
+            Superseded: another server has written the session since.
+            BudgetError, StoreError: the state is not stored, or the outcome is unknown.
+        """
+        try:
+            return _attempt(session, write)
+        except Superseded:
+            if not self._adopts_own_write(session):
+                raise
+        return _attempt(session, write)
+
+    def _adopts_own_write(self, session: SessionState) -> bool:
+        """True if the newest stored state is an own write whose outcome was unknown; it is adopted.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+        return bool(session.durability.write_mark) and self._fence.adopts_own_write(session)
+
+    def _remove_stored(self, session: SessionState) -> None:
+        """Delete a session from the store.
+
+        Raises:
+            BudgetError, StoreError: the store may still have it.
+        """
+        try:
+            self._store.sessions.remove(session.tenant, session.name)
+        except Superseded:
+            self._fence.remove(session)
+        except InputError:  # not in the store, unless a write that timed out takes effect yet
+            if session.durability.write_mark:
+                self._fence.remove(session)
+
+    @cached_property
+    def _fence(self) -> EpochFence:
+        """Fence, imported when another state is found than expected."""
+        from larder.server.cluster.epoch_fence import EpochFence
+
+        return EpochFence(self._store)
 
     def _discard(self, tenant: str, name: str) -> None:
         with suppress(InputError):  # removed already
@@ -304,6 +354,15 @@ class StoreSessionPersistence(SessionPersistence):
             if labels.get(MODEL_LABEL, self._fingerprint) == self._fingerprint:
                 first = labels.get(FIRST_MESSAGES_LABEL, "")
                 yield each.name, first, labels.get(ALL_MESSAGES_LABEL, "")
+
+
+def _attempt(session: SessionState, write: StateWriter) -> Record:
+    """Write a state behind the expected epoch; its mark stays until the outcome is known."""
+    durability = session.durability
+    durability.write_mark = durability.write_mark or secrets.token_hex(MARK_BYTES)
+    record = write(durability.epoch, {WRITE_MARK_LABEL: durability.write_mark})
+    durability.epoch, durability.write_mark = record.epoch, ""
+    return record
 
 
 def _messages(turns: Sequence[CompletedTurn]) -> Iterator[ChatMessage]:

@@ -1,22 +1,19 @@
-"""Epoch fence: writes of a session in sequence, also after a write whose outcome is unknown.
+"""Epoch fence: what a session's stored state means if a write found another than it expected.
 
 A write that timed out may still take effect. So each write carries a random mark: if an unexpected
 state is found and it has the mark of this server's own attempt, writing continues from it. Any
 other state was written by another server and supersedes this one, even if its content is equal.
+A server alone on its store, whose writes end in time, does not need this module, nor load it.
 """
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Callable, Mapping
-
 from larder.core.errors import BudgetError, InputError, StoreFull, Superseded
+from larder.server.persistence.base import WRITE_MARK_LABEL
 from larder.server.session_state import SessionState
 from larder.store.sessions.records import ROOT_LABEL, Record, SessionTurn
 from larder.store.store import Store
 
-WRITE_MARK_LABEL = "mark"  # label that identifies an attempted write
-MARK_BYTES = 8
 MAX_REMOVALS = 4  # attempts, if other writes interfere
 
 
@@ -29,25 +26,6 @@ class EpochFence:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-
-    def write(
-        self, session: SessionState, write: Callable[[int, Mapping[str, str]], Record]
-    ) -> Record:
-        """Write a session's next state.
-
-        Args:
-            write: writes the state; called with the epoch that it follows and labels to add.
-
-        Raises:
-            Superseded: another server has written the session since.
-            BudgetError, StoreError: the state is not stored, or the outcome is unknown.
-        """
-        try:
-            return self._attempt(session, write)
-        except Superseded:
-            if not self.adopts_own_write(session):
-                raise
-        return self._attempt(session, write)
 
     def adopts_own_write(self, session: SessionState) -> bool:
         """True if the newest stored state is an own write whose outcome was unknown; it is adopted.
@@ -73,7 +51,8 @@ class EpochFence:
         return moved and self._own_attempt(session) is None
 
     def remove(self, session: SessionState) -> None:
-        """Delete a session from the store, also if an own write of it may still take effect.
+        """Delete a session from the store, also if an own write of it may still take effect, and if
+        others write it meanwhile.
 
         Raises:
             BudgetError, StoreError: the store may still have it.
@@ -89,15 +68,6 @@ class EpochFence:
                 if not session.durability.write_mark or not self._occupies_first_epoch(session):
                     return
         sessions.remove(session.tenant, session.name)
-
-    def _attempt(
-        self, session: SessionState, write: Callable[[int, Mapping[str, str]], Record]
-    ) -> Record:
-        durability = session.durability
-        durability.write_mark = durability.write_mark or secrets.token_hex(MARK_BYTES)
-        record = write(durability.epoch, {WRITE_MARK_LABEL: durability.write_mark})
-        durability.epoch, durability.write_mark = record.epoch, ""
-        return record
 
     def _own_attempt(self, session: SessionState) -> Record | None:
         """The newest stored state, if it is an own write with unknown outcome."""
