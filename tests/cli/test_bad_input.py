@@ -156,6 +156,17 @@ def test_file_access_error_names_the_path(tmp_path: Path) -> None:
     assert isinstance(CliRunner().invoke(app, ["--debug"]).exception, FileAccessError)
 
 
+def test_file_access_error_at_home_names_larder_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LARDER_HOME", str(tmp_path / "home" / "larder"))
+    for path in (tmp_path / "home", tmp_path / "home" / "larder" / "store"):
+        message = str(FileAccessError.of(OSError(13, "Permission denied", str(path))))
+        assert f"{path} cannot be used (Permission denied): set LARDER_HOME to another" in message
+    beside = FileAccessError.of(OSError(13, "Permission denied", str(tmp_path / "other")))
+    assert "LARDER_HOME" not in str(beside)
+
+
 def test_debug_raises_the_original_error(run: Run) -> None:
     result = run("ask", "no.json", "-q", "?", "--debug")
     assert type(result.exception).__name__ == "InputError"

@@ -6,9 +6,11 @@ import errno
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from larder.core.errors import LarderError
+from larder.core.home import HOME, home
 
 SCHEMA = 1
 INTERRUPTED_EXIT_CODE = 130  # what shells report for a program that Ctrl-C ended
@@ -36,10 +38,17 @@ class FileAccessError(LarderError):
 
     @staticmethod
     def of(error: OSError) -> FileAccessError:
-        """Error for a failure of the system that names a file."""
+        """Error for a failure of the system that names a file.
+
+        The way out of a file at or above the home folder, or in it, is `LARDER_HOME`.
+        """
+        path = Path(str(error.filename)).absolute()
+        way_out = "name another place"
+        if path.is_relative_to(home()) or home().is_relative_to(path):
+            way_out = f"set {HOME} to another folder"
         return FileAccessError(
-            f"{error.filename} cannot be used ({error.strerror}): name another place, or make this "
-            "one readable and writable."
+            f"{error.filename} cannot be used ({error.strerror}): {way_out}, or make this one "
+            "readable and writable."
         )
 
 
