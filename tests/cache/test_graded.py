@@ -13,7 +13,7 @@ from torch import Tensor
 import larder.cache.forms._graded_tiers as tiers
 from builders import HEAD_DIM, a_layer, a_plan, draw, layer_options
 from cache_stores import attend_held, same_bits
-from larder.cache import CacheSpec, GradedLayer
+from larder.cache import CacheSpec, GradedLayer, NewTokens, RaggedLayer
 from larder.core import LOG_COUNT, CacheError, Codec, Folds, Ledger, Plan, ScaleGranularity
 from larder.ops import QuantizedRows, ragged_attention
 from references.cache.graded import GradedLoop
@@ -313,3 +313,16 @@ def test_cache_spec_round_trips_through_its_text() -> None:
     spec = CacheSpec("graded", LEDGER, codecs=codecs)
     assert CacheSpec.of(spec.meta()) == spec
     assert "key_scales" not in CacheSpec("graded", LEDGER, codecs=codecs[:1]).meta()["codecs"]
+
+
+def test_one_call_attends_to_a_block_until_an_entry_is_quantized() -> None:
+    drawn = draw(LAYER, 40, 24)
+    new = NewTokens(drawn.queries, drawn.keys, drawn.values, drawn.positions)
+    store = filled()
+    exact = RaggedLayer(LAYER, layer_options(torch.float32))
+    held = draw(LAYER, 24)
+    exact.append(held.keys, held.values, held.positions)
+    assert store.block_call(new) is not None
+    torch.testing.assert_close(store.attend(new), exact.attend(new))
+    store.apply(at_grade(store, 1))
+    assert store.block_call(new) is None

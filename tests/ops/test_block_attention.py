@@ -11,7 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from larder.ops import BlockAttention, BlockWork, block_attention, c_library, summed_weights
+from larder.ops import (
+    BlockAttention,
+    BlockWork,
+    block_attention,
+    c_library,
+    largest_weights,
+    summed_weights,
+)
 from references.ops import columns as loop
 
 needs_kernel = pytest.mark.skipif(c_library() is None, reason="the C kernels were not compiled")
@@ -171,3 +178,45 @@ def test_block_without_queries_ends_with_sums_of_zero() -> None:
     run.start()
     run.join(60)
     assert not run.is_alive() and not sums.any()
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@given(SIZES)
+@settings(max_examples=40, deadline=None)
+def test_largest_weights_equal_the_loop(dtype: torch.dtype, size: Any) -> None:
+    case = Case(size, dtype)
+    stored = case.starts, case.lengths
+    by_kernel = largest_weights(case.queries, case.keys, *stored, SCALING, case.bias)
+    heads = case.queries.float().unflatten(0, (len(case.lengths), -1))
+    expected = []
+    for group, start, length in zip(heads, *map(Tensor.tolist, stored), strict=True):
+        logits = group @ case.keys[start : start + length].float().T * SCALING
+        if case.bias is not None:
+            logits += case.bias[start : start + length]
+        expected.append(logits.softmax(-1).amax((0, 1)))
+    torch.testing.assert_close(by_kernel, torch.cat(expected), rtol=2e-5, atol=1e-7)
+
+
+@needs_kernel
+def test_largest_weights_are_those_of_any_number_of_threads() -> None:
+    torch.manual_seed(0)
+    queries, keys = torch.randn(6, 300, 16), torch.randn(900, 16)
+    stored = torch.tensor([0, 450]), torch.tensor([440, 450])
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = largest_weights(queries, keys, *stored, SCALING)
+        torch.set_num_threads(2)
+        assert torch.equal(largest_weights(queries, keys, *stored, SCALING), alone)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@needs_kernel
+@pytest.mark.parametrize("query", [0, 40])
+def test_nan_of_a_query_stays_in_the_largest_weights(query: int) -> None:
+    queries, keys = torch.randn(2, 41, 4), torch.randn(50, 4)
+    queries[1, query] = torch.nan
+    stored = torch.tensor([0]), torch.tensor([50])
+    assert largest_weights(queries, keys, *stored, SCALING).isnan().all()

@@ -13,14 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import larder.policy.attention_reduction as attention_reduction
 from builders import a_layer, a_view
 from larder import Policy
 from larder.core import BadParameter, Observation
-from larder.ops import CHUNK
+from larder.ops import CHUNK, c_library
 from larder.policy import (
     AttentionReduction,
     Defensive,
     Ema,
+    GroupMax,
     GroupMean,
     LayerMean,
     Max,
@@ -155,6 +157,26 @@ def test_reduction_equals_its_reference_on_uneven_heads(
         ObservationWindow(observation.queries, observation.entries, positions), observation
     )
     assert_equal(got, looped(joining, observation, causal, loop_of))
+
+
+@pytest.mark.skipif(c_library() is None, reason="the C kernels were not compiled")
+@pytest.mark.parametrize(("reduction", "takes_kernel"), [(Max(), True), (Defensive(), False)])
+def test_largest_weights_of_all_heads_come_from_one_call(
+    reduction, takes_kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = list[int]()
+    kernel = attention_reduction.largest_weights
+    monkeypatch.setattr(
+        attention_reduction, "largest_weights", lambda *a: calls.append(1) or kernel(*a)
+    )
+    observation = view()
+    window = ObservationWindow(observation.queries, observation.entries)
+    found = AttentionReduction(reduction, GroupMax()).reduce(window, observation)
+    assert calls == [1] * takes_kernel
+    monkeypatch.setattr(attention_reduction, "supports", lambda *_: False)
+    torch.testing.assert_close(
+        found, AttentionReduction(reduction, GroupMax()).reduce(window, observation)
+    )
 
 
 def test_reduction_with_blind_queries_and_empty_heads_equals_its_reference(

@@ -29,6 +29,7 @@ from .column_statistics import CHUNK as CHUNK
 from .column_statistics import GroupReduction as GroupReduction
 from .column_statistics import reduce_columns as reduce_columns
 from .cpu.block_attention import BlockWork as BlockWork
+from .cpu.block_attention import largest_weights as largest_weights
 from .cpu.c_library import c_library as c_library
 from .cpu.decode_attention import EvictionStorage as EvictionStorage
 from .cpu.decode_attention import StepStorage as StepStorage

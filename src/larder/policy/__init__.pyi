@@ -66,6 +66,7 @@ from .compensation.subgen import MASS as MASS
 from .compensation.subgen import Subgen as Subgen
 from .compensation.subgen import systematic as systematic
 from .heads.group_and_layer import GroupAndLayer as GroupAndLayer
+from .heads.group_max import GroupMax as GroupMax
 from .heads.group_mean import GroupMean as GroupMean
 from .heads.layer_mean import LayerMean as LayerMean
 from .heads.retrieval import Retrieval as Retrieval

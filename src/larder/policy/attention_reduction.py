@@ -18,8 +18,11 @@ from larder.core.part import LOG_COUNT
 from larder.core.types import WeightChunk
 from larder.ops.attention import sink_logits
 from larder.ops.column_statistics import ColumnReducer, reduce_columns
+from larder.ops.cpu.block_attention import largest_weights, supports
 from larder.policy.aggregation.base import Aggregation
+from larder.policy.aggregation.max import Max
 from larder.policy.heads.base import HeadRule
+from larder.policy.heads.group_max import GroupMax
 
 AGGREGATIONS = Family("aggregation", "larder.policy.aggregation")
 HEAD_RULES = Family("heads", "larder.policy.heads")
@@ -78,6 +81,11 @@ class AttentionReduction:
         )
         if observation.logits is not None and is_local and window.is_own_pass(observation):
             return self._reduce_recorded(observation.logits, entries, observation)
+        if self._takes_kernel(window, observation):
+            rows = window.queries, entries.keys, *entries.layout
+            bias = entries.columns.get(LOG_COUNT)
+            largest = largest_weights(*rows, observation.layer.scaling, bias)
+            return list(torch.split(largest, list(entries.lengths)))
         is_global = aggregation.depends_on_other_entries
         scored = window.scored_lengths() if is_global else entries.lengths
         key_positions = None if window.positions is None else entries.packed_positions()
@@ -103,6 +111,18 @@ class AttentionReduction:
             pad(aggregation.complete(head[:count]), (0, len(head) - count))
             for head, count in zip(joined, scored, strict=True)
         ]
+
+    def _takes_kernel(self, window: ObservationWindow, observation: Observation) -> bool:
+        """True if a kernel finds the largest weights of all heads in one call."""
+        keys, layer = window.entries.keys, observation.layer
+        return (
+            type(self.aggregation) is Max  # subclasses fold otherwise
+            and type(self.heads) is GroupMax
+            and window.positions is None
+            and layer.softcap is None
+            and not layer.sinks
+            and supports(window.queries, keys, keys)
+        )
 
     def _reduce_recorded(
         self, logits: Float[Tensor, "R C"], entries: Entries, observation: Observation

@@ -122,6 +122,9 @@ class MixedLayer(CompositeLayer):
             calls = self._ragged.attention_calls(new) + calls
         return calls
 
+    def block_call(self, new: NewTokens) -> AttentionCall | None:
+        return None if self._is_mixed else self._ragged.block_call(new)
+
 
 class RecoverableLayer(CompositeLayer):
     """Ragged part, which policies see, in front of rejected entries that are recovered."""

@@ -1,7 +1,8 @@
-"""Attention of a block of queries on a CPU, and the sum of the weights that each entry receives.
+"""Attention of a block of queries on a CPU, and the weights that each entry receives.
 
 The C kernel attends to the entries of a cache and causally to the new tokens in one call, with dot
-products of bfloat16 numbers where the processor has them.
+products of bfloat16 numbers where the processor has them. The weights of an entry are summed, or
+the largest one is found.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from larder.ops.cpu.c_library import BlockCall, c_library
@@ -84,7 +85,7 @@ class BlockWork:
             head_dim=head_dim,
             item_bytes=block.keys.element_size(),
             scaling=block.scaling,
-            threads=min(torch.get_num_threads(), floats // SPAN_FLOATS + 1),
+            threads=_num_threads(floats),
         )
 
     def run(self) -> tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]:
@@ -93,8 +94,74 @@ class BlockWork:
         Raises:
             MemoryError: buffers could not be allocated.
         """
-        library = c_library()
-        assert library is not None
-        if library.larder_block_attention(byref(self.call)):
-            raise MemoryError("Attention of a block could not allocate its buffers.")
+        _run(self.call)
         return self.state
+
+
+def largest_weights(
+    queries: Float[Tensor, "H Q D"],
+    keys: Float[Tensor, "C D"],
+    starts: Int64[Tensor, " K"],
+    lengths: Int64[Tensor, " K"],
+    scaling: float,
+    bias: Float[Tensor, " C"] | None = None,
+) -> Float[Tensor, " T"]:
+    """Largest softmax weight of each entry over the queries of its kv head, in float32.
+
+    All queries see all entries. Without queries a weight is 0; NaN stays NaN. Storage as `supports`
+    asks for, without gradient.
+
+    Args:
+        starts, lengths: rows of each kv head in the flat storage, in host memory.
+        scaling: of the logits.
+        bias: added to the logit of each stored row, in natural log units.
+
+    Returns:
+        One number per entry, head by head.
+
+    Raises:
+        MemoryError: buffers could not be allocated.
+    """
+    num_heads, query_len, head_dim = queries.shape
+    heads = len(lengths)
+    queries, keys = queries.detach().contiguous(), keys.detach()
+    limits = lengths[:, None].expand(-1, query_len).contiguous()
+    added = None if bias is None else bias.float().contiguous()
+    largest = keys.new_empty(int(lengths.sum()), dtype=torch.float32)
+    _run(
+        BlockCall(
+            queries=queries.data_ptr(),
+            keys=keys.data_ptr(),
+            bias=None if added is None else added.data_ptr(),
+            starts=starts.data_ptr(),
+            lengths=lengths.data_ptr(),
+            limits=limits.data_ptr(),
+            sums=largest.data_ptr(),
+            heads=heads,
+            group_len=num_heads // heads,
+            query_len=query_len,
+            head_dim=head_dim,
+            item_bytes=keys.element_size(),
+            is_largest=1,
+            scaling=scaling,
+            threads=_num_threads(len(largest) * num_heads // heads * query_len * head_dim),
+        )
+    )
+    return largest
+
+
+def _num_threads(floats: int) -> int:
+    """Threads for a call that multiplies so many numbers per kv head."""
+    return min(torch.get_num_threads(), floats // SPAN_FLOATS + 1)
+
+
+def _run(call: BlockCall) -> None:
+    """Call the kernel.
+
+    Raises:
+        MemoryError: buffers could not be allocated.
+    """
+    library = c_library()
+    assert library is not None
+    if library.larder_block_attention(byref(call)):
+        raise MemoryError("Attention of a block could not allocate its buffers.")

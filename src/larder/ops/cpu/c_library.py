@@ -19,7 +19,7 @@ from larder.core.errors import DependencyError
 MODULE = "larder.ops.cpu._c"  # extension by which the installation names the library's file
 TORCH_CPU = ("libtorch_cpu.so", "libtorch_cpu.dylib")
 
-LAYOUT = 7  # of the structs below; raised with `larder_layout` of c/decode_attention.c
+LAYOUT = 8  # of the structs below; raised with `larder_layout` of c/decode_attention.c
 
 POINTER, INTEGER = ctypes.c_void_p, ctypes.c_int64
 
@@ -81,7 +81,7 @@ class BlockCall(ctypes.Structure):
         *((name, POINTER) for name in ("new_keys", "new_values", "limits")),
         *((name, POINTER) for name in ("outs", "lses", "sums")),
         *((name, INTEGER) for name in ("heads", "group_len", "query_len", "new_len")),
-        *((name, INTEGER) for name in ("head_dim", "item_bytes")),
+        *((name, INTEGER) for name in ("head_dim", "item_bytes", "is_largest")),
         ("scaling", ctypes.c_float),
         ("threads", ctypes.c_int32),
     ]

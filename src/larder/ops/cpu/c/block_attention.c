@@ -1,5 +1,5 @@
 /* Attention of a block of queries to the entries of a cache and causally among themselves, and the
- * sum of the weights that each entry receives.
+ * sum or the largest of the weights that each entry receives.
  *
  * The logits of a few queries with all entries are held at a time, so that weights are known before
  * they are summed: no second pass over the keys. Keys and values of one head at a time are packed
@@ -39,13 +39,14 @@ struct block_call {
     const int64_t *limits; /* [heads, query_len], entries that a query sees: the first ones */
     float *outs;           /* [heads * group_len, query_len, head_dim], or NULL for sums alone */
     float *lses;           /* [heads * group_len, query_len] */
-    float *sums;           /* [entries, head by head], or NULL */
+    float *sums;           /* of the weights of each entry, head by head, or NULL */
     int64_t heads;
     int64_t group_len;
     int64_t query_len;
     int64_t new_len;
     int64_t head_dim;
     int64_t item_bytes;
+    int64_t is_largest; /* `sums` are the largest weights, not their sums */
     float scaling;
     int32_t threads;
 };
@@ -218,11 +219,18 @@ static struct block_tile tile_of(const struct head_work *work, char *scratch) {
     return tile;
 }
 
+/* The larger of two numbers, NaN if one is. */
+static float larger(float left, float right) {
+    return right <= left || left != left ? left : right;
+}
+
 static void add_shares(const struct head_work *work) {
     for (int64_t s = 0; work->into && s < work->head.entries; s++) {
         float sum = 0;
-        for (int64_t share = 0; share < work->shares; share++)
-            sum += work->sums[share * work->head.width + s];
+        for (int64_t share = 0; share < work->shares; share++) {
+            float own = work->sums[share * work->head.width + s];
+            sum = work->call->is_largest ? larger(sum, own) : sum + own;
+        }
         work->into[s] = sum;
     }
 }

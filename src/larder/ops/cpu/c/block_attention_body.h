@@ -186,6 +186,22 @@ TARGET INLINE void NAME(add_weights)(const float *rows, int64_t stride, int64_t 
     }
 }
 
+/* Raise the largest weights of the entries to those of GROUP_ROWS rows; NaN stays. */
+TARGET INLINE void NAME(raise_weights)(const float *rows, int64_t stride, int64_t width,
+                                       const float *factors, float *largest) {
+    for (int64_t s = 0; s < width; s += LANES) {
+        floats most;
+        memcpy(&most, largest + s, sizeof most);
+        for (int r = 0; r < GROUP_ROWS; r++) {
+            floats own;
+            memcpy(&own, rows + r * stride + s, sizeof own);
+            own *= factors[r];
+            most = NAME(select)((own <= most) | (most != most), most, own);
+        }
+        memcpy(largest + s, &most, sizeof most);
+    }
+}
+
 /* Weights of GROUP_ROWS rows as the left side of a product. */
 TARGET INLINE const number *NAME(as_left)(const float *rows, int64_t stride, int64_t width,
                                           void *buffer) {
@@ -237,7 +253,7 @@ TARGET INLINE void NAME(gather_queries)(const struct block_call *call,
     }
 }
 
-/* Attention of the queries of one tile; their weights are added to `sums`, unless it is NULL. */
+/* Attention of the queries of one tile; `sums` gets their weights, unless it is NULL. */
 TARGET static void NAME(attend_tile)(const struct block_call *call, const struct block_head *head,
                                      const struct block_tile *tile, const char *keys,
                                      const char *values, float *sums) {
@@ -258,7 +274,9 @@ TARGET static void NAME(attend_tile)(const struct block_call *call, const struct
             tile->factors[r] = seen ? 1 / mass : 0;
             write_lse(call, head, tile, r, seen ? peak + logf(mass) : -INFINITY);
         }
-        if (sums)
+        if (sums && call->is_largest)
+            NAME(raise_weights)(rows, stride, tile->width, tile->factors + row, sums);
+        else if (sums)
             NAME(add_weights)(rows, stride, tile->width, tile->factors + row, sums);
         if (call->outs)
             NAME(add_values)(call, head, tile, row,

@@ -273,7 +273,7 @@ int larder_coded_attention(const struct attention *call, const struct coded_entr
 }
 
 /* Number of the layout of the structs that Python fills, LAYOUT of c_library.py. */
-int larder_layout(void) { return 7; }
+int larder_layout(void) { return 8; }
 
 /* Append the new entry of every row of a batch, with columns of 0. `starts` and `lengths` of the
  * call are filled here. */
