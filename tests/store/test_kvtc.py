@@ -19,6 +19,8 @@ from larder.core import Damaged, MissingWeights, Mode, Plan
 from larder.models import Card
 from larder.ops import AllocationTable, group_errors
 from larder.store import codec_named, decode_state, encode_state, state_nbytes
+from larder.store.codecs.base import LayerStack, TensorRole
+from larder.store.codecs.kvtc import Kvtc
 from larder.training import planned, principal_side
 from references.ops import bit_allocation as slow
 
@@ -126,6 +128,26 @@ def test_layers_round_trip_with_exact_first_and_last_tokens(name: str, tables: K
         assert 0 < float(error) < 0.02
     again = decode_state(tensors, result, state_nbytes(state))
     assert all(torch.equal(found[key], again[key]) for key in found)
+
+
+def test_codec_without_exact_latest_tokens_codes_them(tables: KvtcTables) -> None:
+    class Everything(Kvtc):
+        recent = 0
+
+    state = a_cache().state()
+    sides = [
+        {role: state[f"{n}.{role.value}"].view(HEADS, -1, SIZE)[:, :TOKENS] for role in TensorRole}
+        for n in range(LAYERS)
+    ]
+    positions = torch.arange(TOKENS)
+    coded = Everything().encode_stack(LayerStack(tuple(sides), positions, SPEC.fingerprint))
+    found = [*Everything().decode_stack(coded, positions, [HEADS] * LAYERS)]
+    for own, near in zip(sides, found, strict=True):
+        for role, numbers in own.items():
+            error = (near[role] - numbers).square().amax((0, 2))
+            assert torch.equal(near[role][:, :4], numbers[:, :4].bfloat16().float())
+            assert float(error[4:].min()) > 0
+            assert float(error[4:].mean()) < 0.05 * float(numbers.square().amax((0, 2)).mean())
 
 
 def test_smaller_bit_budget_spends_no_more_bits() -> None:

@@ -40,6 +40,7 @@ class Kvtc(StorageCodec):
 
     spans_layers: ClassVar[bool] = True
     share: ClassVar[str] = "1/8"  # of the bytes in bfloat16, as plans name it
+    recent: ClassVar[int] = RECENT  # latest tokens, which stay exact
 
     def check_model(self, model: str) -> None:
         KvtcTables.load(model)
@@ -51,7 +52,7 @@ class Kvtc(StorageCodec):
         return Entropy().decode(coded, rows)
 
     def encode_stack(self, stack: LayerStack) -> CodedStack:
-        tables, is_coded = KvtcTables.find(stack.model), _coded_positions(stack.positions)
+        tables, is_coded = KvtcTables.find(stack.model), self._is_coded(stack.positions)
         if tables is None or not _fits(tables, stack) or not bool(is_coded.any()):
             return CodedStack()
         positions = stack.positions[is_coded]
@@ -70,7 +71,7 @@ class Kvtc(StorageCodec):
     def decode_stack(
         self, coded: CodedStack, positions: Int[Tensor, " S"], heads: Sequence[int]
     ) -> Iterator[dict[TensorRole, Float[Tensor, "K S D"]]]:
-        tables, is_coded = KvtcTables.find(str(coded.note["model"])), _coded_positions(positions)
+        tables, is_coded = KvtcTables.find(str(coded.note["model"])), self._is_coded(positions)
         if tables is None or tables.digest != coded.note["tables"]:
             raise Damaged("The cache was coded with components that are no longer here.")
         if not len(tables.radians) == len(coded.sides) == len(heads):
@@ -93,17 +94,16 @@ class Kvtc(StorageCodec):
                 found[role] = with_exact(restored, exact, is_coded)
             yield found
 
+    def _is_coded(self, positions: Int[Tensor, " S"]) -> Tensor:
+        """Mask of the tokens that are coded."""
+        newest = int(positions.max()) if len(positions) else 0
+        return (positions >= SINKS) & (positions <= newest - self.recent)
+
 
 class Kvtc16(Kvtc):
     """Principal components in a sixteenth of the bfloat16 bytes, beside exact ends."""
 
     share: ClassVar[str] = "1/16"
-
-
-def _coded_positions(positions: Int[Tensor, " S"]) -> Tensor:
-    """Mask of the tokens that are coded."""
-    newest = int(positions.max()) if len(positions) else 0
-    return (positions >= SINKS) & (positions <= newest - RECENT)
 
 
 def _fits(tables: KvtcTables, stack: LayerStack) -> bool:
