@@ -15,7 +15,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from builders import a_layer
-from larder.cache import TransformTables, measured_path, packaged_path, table_file, tables_path
+from larder.cache import (
+    TransformTables,
+    check_measured,
+    measured_path,
+    packaged_path,
+    table_file,
+    tables_path,
+)
 from larder.core import ModelError, TransformSpec
 from larder.models import (
     MEASUREMENTS,
@@ -137,6 +144,9 @@ def test_packaged_tensors_belong_to_packaged_values() -> None:
     for row in rows:
         path = packaged_path(row["fingerprint"], row["name"])
         assert path is not None
+        check_measured(path)
+        with safe_open(str(path), "pt") as file:
+            assert file.metadata()[table_file.DIGEST]
         means = MEASUREMENTS.load("transform")().summary(load_file(path))
         assert means == pytest.approx(row["values"], abs=2e-6)
     folder = files("larder.models") / "calibrated"
@@ -184,12 +194,16 @@ def test_damaged_tensors_are_measured_again(three_layers, larder_home, monkeypat
     first = calibrate(three_layers, encode, names)
     path = tables_path(three_layers.spec.fingerprint, "transform")
     whole = path.read_bytes()
-    for damaged in (whole[:-1], whole[:4], b""):
+    for damaged in (whole[:-1], whole[:4], b"", whole[:-4] + bytes([whole[-4] ^ 1]) + whole[-3:]):
         path.write_bytes(damaged)
         assert not measurement.has_files(path.parent)
         assert not measurement.takes_packaged(path.parent)
-        assert calibrate(three_layers, encode, names) == first
+        with pytest.warns(
+            RuntimeWarning, match=r"transform.safetensors is damaged and is measured"
+        ):
+            assert calibrate(three_layers, encode, names) == first
         assert path.read_bytes() == whole
+    assert calibrate(three_layers, encode, names) == first  # without a warning
 
 
 def test_damaged_file_of_the_package_says_what_to_do(tmp_path, monkeypatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from builders import a_layer
-from larder.cache import TransformTables, state_of, tables_path
+from larder.cache import TransformTables, check_measured, file_digest, state_of, tables_path
+from larder.cache.table_file import DIGEST
 from larder.core import BadParameter, CacheError, MeanSource, RopeStage, TransformSpec
 from larder.models import klt
 from larder.ops import rotate
@@ -64,7 +66,7 @@ def test_spec_round_trips_and_reads_old_spellings() -> None:
     )
 
 
-@pytest.mark.parametrize("damage", ["no such layer", "not finite", "cut off"])
+@pytest.mark.parametrize("damage", ["no such layer", "not finite", "cut off", "a bit flips"])
 def test_damaged_file_is_refused_with_the_way_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
@@ -74,13 +76,46 @@ def test_damaged_file_is_refused_with_the_way_out(
     tables = some_tables(layer)
     if damage == "not finite":
         tables.forward[0, 0, 0, 0] = float("nan")
-    save_file(state_of({layer.index + (damage == "no such layer"): tables}), path)
+    state = state_of({layer.index + (damage == "no such layer"): tables})
+    save_file(state, path, {DIGEST: file_digest(state)})
     if damage == "cut off":
         path.write_bytes(path.read_bytes()[:-4])
+    if damage == "a bit flips":
+        flip_last_bit(path)
     with pytest.raises(
-        CacheError, match="delete it, if it is there, and measure them with `larder"
+        CacheError, match=r"measure them with `larder model calibrate MODEL transform --again`"
     ):
         TransformTables.load(layer, TransformSpec(model="m"))
+
+
+def flip_last_bit(path: Path) -> None:
+    written = path.read_bytes()
+    path.write_bytes(written[:-4] + bytes([written[-4] ^ 1]) + written[-3:])  # of a number
+
+
+def test_file_without_a_digest_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of earlier versions have none, so that a flipped bit of theirs is not noticed."""
+    monkeypatch.setenv("LARDER_HOME", str(tmp_path))
+    layer, path = a_layer(), tables_path("m", "transform")
+    path.parent.mkdir(parents=True)
+    state = state_of({layer.index: some_tables(layer)})
+    save_file(state, path)
+    old = TransformTables.load(layer, TransformSpec(model="m"))
+    save_file(state, path, {DIGEST: file_digest(state)})
+    os.utime(path, ns=(1, 1))
+    assert TransformTables.load(layer, TransformSpec(model="m")).digest == old.digest
+    check_measured(path)
+    flip_last_bit(path)
+    with pytest.raises(KeyError, match="other numbers than were written"):
+        check_measured(path)
+
+
+def test_digest_names_tensors_types_and_shapes() -> None:
+    tensor = torch.arange(6.0)
+    others = [{"b": tensor}, {"a": tensor.view(2, 3)}, {"a": tensor.view(torch.int32)}]
+    digests = [file_digest(each) for each in ({"a": tensor}, *others, {"a": tensor + 1})]
+    assert len(set(digests)) == len(digests)
+    assert file_digest({"a": tensor, "b": tensor}) == file_digest({"b": tensor, "a": tensor})
 
 
 def test_rotated_keys_are_transformed_without_unrotation(

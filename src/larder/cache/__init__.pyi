@@ -67,6 +67,8 @@ from .spec import CacheSpec as CacheSpec
 from .spec import LayerOptions as LayerOptions
 from .spec import text_of as text_of
 from .spec import text_tensor as text_tensor
+from .table_file import check_measured as check_measured
+from .table_file import file_digest as file_digest
 from .table_file import measured_path as measured_path
 from .table_file import packaged_path as packaged_path
 from .table_file import tables_path as tables_path

@@ -26,6 +26,7 @@ Tables = TypeVar("Tables", bound="TrainedTables")
 PACKAGED = "models/calibrated"  # folder of this package
 SUFFIX = ".safetensors"
 CARD = "card"  # key of the card in the metadata of a safetensors file
+DIGEST = "digest"  # key of the digest of a file of measured tensors there
 
 
 def check_fingerprint(name: str, fingerprints: Sequence[str], expected: str) -> None:
@@ -147,6 +148,42 @@ def tensors_digest(tensors: Iterable[Tensor]) -> str:
     for tensor in tensors:
         found.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()[:16]
+
+
+def file_digest(tensors: Mapping[str, Tensor]) -> str:
+    """Digest of the tensors of a file with their names, types and shapes."""
+    found = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].cpu().contiguous()
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        found.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def check_measured(path: Path) -> None:
+    """Check that a file of measured tensors is whole: its digest, if it has one, is that of its
+    tensors. Older files have none.
+
+    Raises:
+        KeyError: the file is damaged.
+        OSError: there is no file.
+    """
+    _check_digest(path, path.stat().st_mtime_ns)
+
+
+@cache
+def _check_digest(path: Path, modified: int) -> None:
+    """`check_measured` of a file as it was at a time."""
+    from safetensors import SafetensorError, safe_open
+
+    tensors = read_tensors(path)
+    try:
+        with safe_open(path, framework="pt") as file:
+            expected = (file.metadata() or {}).get(DIGEST)
+    except SafetensorError as error:
+        raise KeyError(str(error)) from None
+    if expected is not None and expected != file_digest(tensors):
+        raise KeyError(f"{path} has other numbers than were written")
 
 
 def read_tensors(path: Path, names: Iterable[str] | None = None) -> dict[str, Tensor]:

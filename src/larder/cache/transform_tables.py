@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float, Int, Int32
 from torch import Tensor
 
-from larder.cache.table_file import measured_path, read_tensors, tensors_digest
+from larder.cache.table_file import check_measured, measured_path, read_tensors, tensors_digest
 from larder.core.codec import Coder, RopeStage, TransformSpec
 from larder.core.errors import CacheError
 from larder.core.spec import LayerSpec
@@ -139,9 +139,9 @@ class TransformTables:
             return _read(path, path.stat().st_mtime_ns, layer.index, radians, spec.level_bits)
         except (OSError, KeyError):
             raise CacheError(
-                f"{path} has no whole transforms of layer {layer.index}: delete it, if it is "
-                f"there, and measure them with `larder model calibrate MODEL {spec.calibration}`, "
-                "on the device and dtype that it runs in, under its adapter if it has one."
+                f"{path} has no whole transforms of layer {layer.index}: measure them with "
+                f"`larder model calibrate MODEL {spec.calibration} --again`, on the device and "
+                "dtype that it runs in, under its adapter if it has one."
             ) from None
 
 
@@ -155,8 +155,9 @@ def _read(
         bits: of the code of a level; 0 without levels.
 
     Raises:
-        KeyError: the file has no such layer, or a damaged one.
+        KeyError: the file is damaged, or has no such layer.
     """
+    check_measured(path)
     names = [*PARTS, levels_name(bits)] if bits else PARTS
     forward, mean, deviation, *levels = read_tensors(
         path, [f"{layer}.{part}" for part in names]

@@ -13,6 +13,7 @@ import math
 import os
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -149,7 +150,11 @@ def _cached_measurement(decoder: Decoder, sample: SampleText, name: str) -> tupl
     measurement: Measurement = MEASUREMENTS.load(name)()
     count = _expected_count(decoder, measurement, name)
     known = _cached_values(decoder, measurement, name, count)
-    return _new_measurement(decoder, sample, name) if known is None else known
+    if known is not None:
+        return known
+    if damaged := measurement.damaged_file(_calibration_file(decoder, name).parent):
+        warnings.warn(f"{damaged} is damaged and is measured again.", RuntimeWarning, stacklevel=2)
+    return _new_measurement(decoder, sample, name)
 
 
 def _new_measurement(decoder: Decoder, sample: SampleText, name: str) -> tuple[float, ...]:

@@ -13,10 +13,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import ClassVar
 
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from larder.cache.table_file import DIGEST, check_measured, file_digest
 from larder.core.errors import ModelError
 from larder.core.progress import Progress, no_progress
 from larder.core.spec import LayerSpec
@@ -106,6 +106,10 @@ class Measurement(ABC):
         """True if a folder holds what belongs to the numbers."""
         return True
 
+    def damaged_file(self, folder: Path) -> Path | None:
+        """File of a folder that belongs to the numbers and is damaged; None if there is none."""
+        return None
+
     def takes_packaged(self, folder: Path) -> bool:
         """True if numbers that come with the package may stand for those of a folder."""
         return True
@@ -138,7 +142,7 @@ class TableMeasurement(Measurement):
             folder.mkdir(parents=True, exist_ok=True)
             handle, draft = tempfile.mkstemp(dir=folder, suffix=".draft")
             with os.fdopen(handle, "wb") as file:
-                file.write(save(tables))
+                file.write(save(tables, {DIGEST: file_digest(tables)}))
             os.replace(draft, folder / self.file_name)
         except OSError as error:
             raise ModelError(
@@ -150,10 +154,14 @@ class TableMeasurement(Measurement):
     def has_files(self, folder: Path) -> bool:
         """True if a folder holds the tensors, whole: a damaged file is measured again."""
         try:
-            with safe_open(folder / self.file_name, framework="pt"):
-                return True
-        except (OSError, SafetensorError):
+            check_measured(folder / self.file_name)
+            return True
+        except (OSError, KeyError):
             return False
+
+    def damaged_file(self, folder: Path) -> Path | None:
+        path = folder / self.file_name
+        return path if path.is_file() and not self.has_files(folder) else None
 
     def takes_packaged(self, folder: Path) -> bool:
         # Caches read the tensors of the folder, if there are any, damaged or not.
