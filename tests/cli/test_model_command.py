@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from importlib.resources import files
 from pathlib import Path
@@ -12,9 +13,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from larder import Engine
 from larder.cli.main import app
 from larder.core import ModelError
-from larder.models import calibration, model_packages
+from larder.models import MEASUREMENTS, BitsMeasurement, calibration, model_packages
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
@@ -143,6 +145,37 @@ def test_again_measures_what_is_cached_or_packaged(
     assert "was there" in run("calibrate", "seed", "squeeze")[1] and not file.exists()
     assert "was there" not in run("calibrate", "seed", "squeeze", "--again")[1]
     assert json.loads(file.read_text()) == measured
+
+
+@pytest.mark.extended
+def test_transforms_are_calibrated_with_their_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number is shown, and is the model's from then on."""
+    few = {
+        "transform": replace(MEASUREMENTS.load("transform")(), tokens=96, piece=48, cost_tokens=0),
+        "transform_bits": BitsMeasurement(context=200, following=8, cue=4, passages=1),
+    }
+    load_measurement = type(MEASUREMENTS).load
+
+    def load_few(family: Any, name: str) -> Any:
+        is_few = family is MEASUREMENTS and name in few
+        return (lambda: few[name]) if is_few else load_measurement(family, name)
+
+    monkeypatch.setenv("LARDER_HOME", str(tmp_path))
+    monkeypatch.setattr(calibration, "home", lambda: tmp_path)
+    monkeypatch.setattr(type(MEASUREMENTS), "load", load_few)
+    monkeypatch.setattr(BitsMeasurement, "candidates", (1.5, 2.5))
+    divergences = {1.5: (0.1, 0.1), 2.5: (0.4, 0.4)}
+    monkeypatch.setattr(BitsMeasurement, "divergences", lambda self, decoder, sample: divergences)
+    status, text, error = run("calibrate", "seed", "transform")
+    assert not error, error
+    assert status == 0 and text.count("measured") == 2 and "transform_bits" in text
+    assert "transform() takes 1.5 bits a number of this model where none are named." in text
+    assert Engine.load().under("larder").policy.storage.bits == 1.5
+    document = json.loads(run("calibrate", "seed", "transform", "--json")[1])
+    assert [one["is_cached"] for one in document["calibrations"]] == [True, True]
+    assert "bits a number" not in run("calibrate", "seed", "squeeze")[1]
 
 
 def test_inapplicable_calibration_is_reported(

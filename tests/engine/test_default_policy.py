@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,9 +15,12 @@ from larder.cache import tables_path
 from larder.cli.options import ModelOptions
 from larder.cli.question_run import choose_policy
 from larder.core import UnknownName
+from larder.models import calibration, shared_decoder
+from larder.policy import Transform
 from larder.session import (
     TextKind,
     conversation_of,
+    for_model,
     missing_for_larder,
     policy_for_kind,
     with_measured_recall,
@@ -70,6 +74,70 @@ def test_explicit_policy_is_used_for_every_kind(engine: Engine) -> None:
         assert other.policy_for(kind) == with_measured_recall(
             Policy.parse("keydiff"), engine.loaded.decoder.spec
         )
+
+
+@pytest.fixture
+def own_home(larder_home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home of the test, calibrations included, which tests of this folder share."""
+    monkeypatch.setattr(calibration, "home", lambda: larder_home)
+    return larder_home
+
+
+def save_bits(home: Path, fingerprint: str, text: str) -> None:
+    path = home / fingerprint / "transform_bits.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_bits_of_a_policy_are_those_measured_of_the_model(engine: Engine, own_home: Path) -> None:
+    """Where a sentence names none, and entries are held so, not parked."""
+    spec = engine.loaded.decoder.spec
+    assert engine.under("larder").policy == Policy.parse("larder")
+    save_bits(
+        own_home, spec.fingerprint, '{"schema": 1, "profile": {"older": 1}, "values": [1.5, 1.5]}'
+    )
+    for sentence, bits in (
+        ("larder", 1.5),
+        ("larder > transform(coder='entropy')", 1.5),
+        ("kvzap > transform()", 1.5),
+        ("larder > transform(bits=2.5)", 2.5),
+        ("larder > transform(bits=4)", 4.0),
+        ("icecache > transform()", 2.5),
+    ):
+        for policy in (
+            sentence,
+            Policy.parse(sentence),
+            Policy.parse(sentence).with_sizes(90, None),
+        ):
+            assert engine.under(policy).policy.storage.bits == bits, sentence
+    bound = engine.under("larder").policy
+    assert "transform(bits=1.5, " in str(bound) and "transform(bits=1.5)" in bound.short
+    assert for_model(bound, spec) == bound == for_model(Policy.parse(str(bound)), spec)
+    exact = replace(Policy.parse("larder"), storage=Transform(bits=3.0))
+    assert for_model(exact, spec).storage.bits == 3.0
+    assert for_model(Policy.parse("kvzip"), spec) == Policy.parse("kvzip")
+
+
+def test_usual_bits_stay_without_a_measurement(engine: Engine, own_home: Path) -> None:
+    """Canonical spellings, and so names of saved caches, are those of a model without one."""
+    spec = engine.loaded.decoder.spec
+    for text in ("", "[]", '{"schema": 1}', '{"schema": 9, "values": [1.5]}', '{"schema": 1, "va'):
+        save_bits(own_home, spec.fingerprint, text)
+        assert str(engine.under("larder").policy) == str(Policy.parse("larder"))
+        assert "transform(bits=2.5, " in str(engine.under("larder").policy)
+    save_bits(own_home, spec.fingerprint, '{"schema": 1, "values": [1e999]}')
+    assert engine.under("larder").policy.storage.bits == 2.5
+
+
+def test_bits_inside_transformers_are_those_measured_of_the_model(
+    own_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("larder.interop.sequence.warm_up", lambda *_: None)  # it would calibrate
+    model, policy = tiny("llama"), Policy.parse("keydiff > transform()")
+    assert LarderCache(model, policy).policy == policy
+    save_bits(own_home, shared_decoder(model).spec.fingerprint, '{"schema": 1, "values": [2.0]}')
+    assert LarderCache(model, policy).policy.storage.bits == 2.0
+    assert LarderCache(model, "keydiff > transform(bits=2.5)").policy == policy
 
 
 def test_prompts_inside_transformers_have_the_policy_of_prompts() -> None:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +16,9 @@ from larder.cli.options import HelpGroup, OutputOptions, command
 from larder.core.errors import ModelError, UnknownName
 from larder.core.family import unknown_name_message
 
+if TYPE_CHECKING:  # the commands that need no model do without torch
+    from larder.models.calibration import CalibrationOutcome
+
 BUNDLED = {
     "name": "seed",
     "summary": "Model of 4.6 million parameters for tests; it is part of the package",
@@ -24,6 +27,8 @@ BUNDLED = {
     "is_installed": True,
     "install": "",
 }
+
+BITS = "transform_bits"  # measurement whose number is shown
 
 app = typer.Typer(cls=HelpGroup, help="List, install and show models.")
 Name = Annotated[str, typer.Argument(metavar="NAME", help="A name that `model list` prints.")]
@@ -131,9 +136,10 @@ def calibrate(
     from larder.engine.progress_bar import progress_bar
     from larder.models.calibration import (
         MEASUREMENTS,
-        CalibrationOutcome,
         calibrate_each,
+        known_numbers,
         measure_each,
+        with_companions,
     )
     from larder.models.loader import load
     from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
@@ -146,7 +152,9 @@ def calibrate(
         model, device, dtype, adapter=adapter, adapter_mode=adapter_mode, stage=progress_bar
     )
     encode = TokenizerAdapter(loaded.tokenizer).encode
-    names, outcomes = measurements or known, list[CalibrationOutcome]()
+    names = with_companions(measurements or known)
+    outcomes: list[CalibrationOutcome] = []
+    fingerprint = loaded.decoder.spec.fingerprint
     run_each = measure_each if again else calibrate_each
     with progress_bar(f"Calibrating {model}", "measurements") as update:
         for one in run_each(loaded.decoder, encode, names):
@@ -157,16 +165,29 @@ def calibrate(
             {
                 "schema": SCHEMA,
                 "model": model,
-                "model_fingerprint": loaded.decoder.spec.fingerprint,
+                "model_fingerprint": fingerprint,
                 "calibrations": [asdict(one) for one in outcomes],
             }
         )
         return
+    _print_outcomes(outcomes, known_numbers(fingerprint, BITS))
+
+
+def _print_outcomes(outcomes: list[CalibrationOutcome], bits: tuple[float, ...]) -> None:
+    """Print a table of measurements.
+
+    Args:
+        bits: those of `transform()` on the model, for each layer; empty if they are not known.
+    """
     table = make_table("measurement", "outcome", "numbers", "seconds", texts=2)
     for one in outcomes:
         outcome = one.refusal or ("was there" if one.is_cached else "measured")
         table.add_row(one.name, outcome, str(one.numbers), f"{one.seconds:.1f}")
     results_console().print(table)
+    if bits and any(one.name == BITS for one in outcomes):
+        results_console().print(
+            f"\ntransform() takes {bits[0]:g} bits a number of this model where none are named."
+        )
 
 
 def _models() -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ from larder.prefill.decode_eviction import DecodeEviction
 from larder.prefill.memory import PeakMemoryMeter
 from larder.prefill.reader import PrefillSequence
 from larder.session.capacity import check_recent_fits, empty_cache, entries_per_head, resolve_budget
-from larder.session.default_policy import with_measured_recall
+from larder.session.default_policy import for_model
 from larder.session.embedders.base import Embedder
 from larder.session.image_prefill import check_images
 from larder.session.policy import Policy
@@ -369,7 +369,7 @@ def sequence_factory(
         return calibrate(decoder, adapter.encode, names)
 
     runtime = ModelRuntime(decoder, adapter, _no_embedder, measured)
-    policy = with_measured_recall(policy, decoder.spec)
+    policy = for_model(policy, decoder.spec)
     factory = SequenceFactory(runtime, policy, sizes, prompts)
     factory.check()
     return factory

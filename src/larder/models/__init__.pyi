@@ -14,6 +14,8 @@ from .cacheblend import ContextChunk as ContextChunk
 from .cacheblend import blend as blend
 from .calibration import MEASUREMENTS as MEASUREMENTS
 from .calibration import calibrate as calibrate
+from .calibration import known_numbers as known_numbers
+from .calibration import with_companions as with_companions
 from .call_interruption import LONG_CALL_TOKENS as LONG_CALL_TOKENS
 from .call_interruption import CallInterruptions as CallInterruptions
 from .call_interruption import no_calls as no_calls
@@ -75,6 +77,7 @@ from .loader import wrap_model as wrap_model
 from .lora_adapter import CONFIG as CONFIG
 from .lora_adapter import AdapterMode as AdapterMode
 from .lora_adapter import apply_adapter as apply_adapter
+from .measurements._attention_capture import copy_maxima as copy_maxima
 from .measurements._attention_capture import squared_errors as squared_errors
 from .measurements._needles import HiddenNeedle as HiddenNeedle
 from .measurements._needles import NeedlePassage as NeedlePassage
@@ -108,6 +111,8 @@ from .measurements.sensitivity import layer_similarities as layer_similarities
 from .measurements.squeeze import SqueezeMeasurement as SqueezeMeasurement
 from .measurements.streaming_error import StreamingError as StreamingError
 from .measurements.transform import klt as klt
+from .measurements.transform_bits import BitsMeasurement as BitsMeasurement
+from .measurements.transform_bits import best_bits as best_bits
 from .measurements.utility import Utility as Utility
 from .model_packages import ADAPTER_WEIGHTS as ADAPTER_WEIGHTS
 from .model_packages import PACKAGED_MODELS as PACKAGED_MODELS

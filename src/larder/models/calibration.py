@@ -108,6 +108,24 @@ def measure_each(
         yield _outcome(name, False, partial(_new_measurement, decoder, sample, name))
 
 
+def known_numbers(fingerprint: str, name: str) -> tuple[float, ...]:
+    """Numbers of a measurement that was made of a model before, or is packaged; empty if neither.
+
+    Those that were made with other parameters count, too. Nothing is measured or loaded.
+    """
+    document = _document(home() / fingerprint / f"{name}.json")
+    if values := _finite(document.get("values")):
+        return values
+    rows = (row for row in _packaged()["measured"] if row["fingerprint"] == fingerprint)
+    return next((tuple(row["values"]) for row in rows if row["name"] == name), ())
+
+
+def with_companions(names: Sequence[str]) -> tuple[str, ...]:
+    """Measurements with those that are made beside them, each once."""
+    pairs = [(name, *MEASUREMENTS.load(name)().companions) for name in names]
+    return tuple(dict.fromkeys(name for pair in pairs for name in pair))
+
+
 def _outcome(
     name: str, is_cached: bool, values: Callable[[], tuple[float, ...]]
 ) -> CalibrationOutcome:
@@ -190,15 +208,28 @@ def _expected_count(decoder: Decoder, measurement: Measurement, name: str) -> in
 
 def _load_values(path: Path, profile: dict[str, Any], count: int) -> tuple[float, ...] | None:
     """Values of the file; None if it is missing, damaged or made with other parameters."""
+    document = _document(path)
+    values, made = _finite(document.get("values")), document.get("profile")
+    return values if len(values) == count and made == profile else None
+
+
+def _document(path: Path) -> dict[str, Any]:
+    """Document of a file of this schema; empty if it is missing or damaged."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-        values = tuple(float(value) for value in document["values"])
-        whole = len(values) == count and all(map(math.isfinite, values))
-        if whole and document["schema"] == SCHEMA and document["profile"] == profile:
-            return values
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return None
+    except (OSError, ValueError):
+        return {}
+    is_known = isinstance(document, dict) and document.get("schema") == SCHEMA
+    return document if is_known else {}
+
+
+def _finite(values: Any) -> tuple[float, ...]:
+    """Numbers of a list; empty if it is no list of finite ones."""
+    try:
+        numbers = tuple(float(value) for value in values)
+    except (TypeError, ValueError):
+        return ()
+    return numbers if all(map(math.isfinite, numbers)) else ()
 
 
 def _packaged_values(

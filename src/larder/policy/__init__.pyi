@@ -150,6 +150,7 @@ from .storage.rdkv import RDKV as RDKV
 from .storage.think import ThinK as ThinK
 from .storage.think import kept_key_energies as kept_key_energies
 from .storage.think import query_energies as query_energies
+from .storage.transform import USUAL_BITS as USUAL_BITS
 from .storage.transform import Transform as Transform
 from .storage.turboquant import TurboQuant as TurboQuant
 from .tallies.persistence import PersistenceTally as PersistenceTally

@@ -18,6 +18,7 @@ from .context_tree import distinct_size as distinct_size
 from .context_tree import shared_orders as shared_orders
 from .conversation_prefill import prefill_conversation as prefill_conversation
 from .default_policy import TextKind as TextKind
+from .default_policy import for_model as for_model
 from .default_policy import missing_for_larder as missing_for_larder
 from .default_policy import policy_for_kind as policy_for_kind
 from .default_policy import with_measured_recall as with_measured_recall

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from enum import Enum
 from types import MappingProxyType
 
@@ -103,7 +104,33 @@ def missing_for_larder(spec: ModelSpec) -> str:
 
 def policy_for_kind(policy: Policy | None, spec: ModelSpec, kind: TextKind) -> Policy:
     """A policy, or the default one of a kind of text, for a model."""
-    return with_measured_recall(policy or Policy.parse(default_policy(kind, spec)), spec)
+    return for_model(policy or Policy.parse(default_policy(kind, spec)), spec)
+
+
+def for_model(policy: Policy, spec: ModelSpec) -> Policy:
+    """Policy with what was measured of the model and this machine."""
+    return with_measured_recall(with_measured_storage(policy, spec), spec)
+
+
+def with_measured_storage(policy: Policy, spec: ModelSpec) -> Policy:
+    """Policy whose storage has the parameters that were measured of a model, where its sentence
+    names none.
+    """
+    storage = policy.storage
+    plain = type(storage)  # whose attributes are the usual numbers
+    names = {
+        parameter: name
+        for parameter, name in storage.measured_parameters.items()
+        if parameter in policy.unnamed and getattr(storage, parameter) == getattr(plain, parameter)
+    }
+    if not names:
+        return policy
+    from larder.models.calibration import known_numbers
+
+    found = {each: known_numbers(spec.fingerprint, name) for each, name in names.items()}
+    known = {parameter: numbers[0] for parameter, numbers in found.items() if numbers}
+    bound = replace(storage, **known)  # pyright: ignore[reportArgumentType] every part is one
+    return replace(policy, storage=bound) if known else policy
 
 
 def with_measured_recall(policy: Policy, spec: ModelSpec) -> Policy:

@@ -13,7 +13,7 @@ recalled.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -102,6 +102,8 @@ class Policy:
         recall: index over offloaded entries; None without offload.
         storage: representation of kept entries, such as `exact()` or `quantized(bits=4)`.
         timing: when plans are made while text is generated.
+        unnamed: parameters of the storage that the sentence does not name and that may be measured
+            of a model, whose numbers then take their place (`larder.session.for_model`).
 
     Examples:
         >>> policy = Policy.parse("protect(sinks=4) > keydiff() > pooled(tokens=512)")
@@ -122,6 +124,7 @@ class Policy:
     recall: RecallPart | None
     storage: Storage
     timing: Timing
+    unnamed: frozenset[str] = field(default=frozenset(), compare=False)
 
     @staticmethod
     def parse(sentence: str) -> Policy:
@@ -171,7 +174,12 @@ class Policy:
         recall = _recall_part(chosen["compensation"], chosen["storage"], given.get("recall"))
         check_correction(chosen["protect"], recall)
         check_gapless(chosen["storage"], recall)
-        policy = Policy(**chosen, recall=recall, **reduction_parts(chosen["scorer"], given))
+        policy = Policy(
+            **chosen,
+            recall=recall,
+            **reduction_parts(chosen["scorer"], given),
+            unnamed=_unnamed(chosen["storage"], given.get("storage"), recall),
+        )
         check_narrowing(policy.schedule, policy.planner, policy.compensation, recall)
         return policy
 
@@ -364,6 +372,12 @@ def _recall_part(
             "attend to them at positions without gaps."
         )
     return _build_part("recall", recall)
+
+
+def _unnamed(storage: Storage, call: Call | None, recall: RecallPart | None) -> frozenset[str]:
+    """Measured parameters of a resident storage that a sentence does not name."""
+    named = frozenset(() if call is None else call.parameters)
+    return frozenset() if recall else frozenset(storage.measured_parameters) - named
 
 
 def _build_part(slot: str, call: Call | None) -> Any:

@@ -77,3 +77,18 @@ def measure_layers(
 def flatten_layers(decoder: Decoder, numbers: dict[int, list[float]]) -> tuple[float, ...]:
     """Numbers of all managed layers, in layer order."""
     return tuple(value for layer in decoder.spec.managed for value in numbers[layer.index])
+
+
+def copy_maxima(inputs: AttentionInputs, tokens: int) -> Float[Tensor, "K S"]:
+    """Highest weight of a token of a copy on each of the first `tokens` tokens, by kv head.
+
+    The copy is the last `tokens` tokens; weights are shares of the attention to the first ones.
+    """
+    device, total = inputs.queries.device, inputs.queries.shape[1]
+    best = torch.zeros(inputs.keys.shape[0], tokens, device=device)
+    for rows in torch.arange(total - tokens, total, device=device).split(CHUNK_TOKENS):
+        groups = inputs.queries[:, rows].float().unflatten(0, (inputs.keys.shape[0], -1))
+        keys = inputs.keys[:, None, :tokens].float()
+        logits = cap_logits(groups @ keys.transpose(-1, -2) * inputs.scaling, inputs.softcap)
+        best = torch.maximum(best, logits.softmax(-1).amax((1, 2)))
+    return best

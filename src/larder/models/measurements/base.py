@@ -90,6 +90,8 @@ class Measurement(ABC):
     granularity: ClassVar[Granularity]
     # Whether numbers are kept in a file of their own; others are read again each time.
     has_cache: ClassVar[bool] = True
+    # Measurements that the command `model calibrate` makes beside it: policies do without them.
+    companions: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def measure(self, decoder: Decoder, sample: SampleText) -> tuple[float, ...]:

@@ -58,6 +58,7 @@ class TransformMeasurement(TableMeasurement):
     cost_piece: int = 768
     granularity = Granularity.LAYER
     file_name = "transform.safetensors"
+    companions = ("transform_bits",)
     metric: ClassVar[float] = 0.5  # power of the metrics
     rope: ClassVar[RopeStage] = RopeStage.BEFORE  # keys that are transformed
 
@@ -118,6 +119,7 @@ class RotatedTransform(TransformMeasurement):
     """Keys and queries behind their rotary embedding, for `transform(rope="after")`."""
 
     file_name = "transform_after_rope.safetensors"
+    companions = ()
     rope = RopeStage.AFTER
 
 
@@ -125,6 +127,7 @@ class FullMetricTransform(TransformMeasurement):
     """Vectors weighed by the square root of the metric, for `transform(metric=1)`."""
 
     file_name = "transform_full_metric.safetensors"
+    companions = ()
     metric = 1.0
 
 
@@ -132,6 +135,7 @@ class UnweightedTransform(TransformMeasurement):
     """Eigenvectors of plain covariances, for `transform(metric=0)`."""
 
     file_name = "transform_unweighted.safetensors"
+    companions = ()
     metric = 0.0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import ClassVar
 
 from larder.core.codec import Codec, ResidualSpec, TransformSpec
@@ -20,6 +21,8 @@ class Storage(PolicyPart, ABC):
 
     # Whether keys are rotated to cache positions at every read.
     rerotates_keys: ClassVar[bool] = False
+    # Measurements of a model that give parameters which a sentence does not name, by parameter.
+    measured_parameters: ClassVar[Mapping[str, str]] = MappingProxyType({})
     # Whether layers are compared: then plans wait until all of them are scored.
     compares_layers: ClassVar[bool] = False
 

@@ -14,7 +14,8 @@ scores that are logarithms (kvzap), those that lie log 4 above it. Other scores 
 one step. Bit planes, a range coder with static tables or fixed widths hold the symbols.
 
 Under a budget this spends the bytes that it saves: as many more entries are kept as fit at `bits`
-per number, and the step is the smallest one whose bytes fit the budget.
+per number, and the step is the smallest one whose bytes fit the budget. Which number of bits loses
+least is a property of the model, which `larder.models.measurements.transform_bits` finds.
 
 Behind park() it is what is parked that is held so, and the fast tier stays exact. The step is then
 that with which the components of the calibration text take `bits` a number, so it is known before
@@ -24,7 +25,9 @@ any text, and an entry is coded once. `sinks`, `recent` and `tiers` say nothing 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import ClassVar
 
 import torch
@@ -38,6 +41,7 @@ from larder.core.observation import Entries, LayerScores, ScoreScale
 from larder.core.plan import Plan
 from larder.policy.storage._exact_ends import OVERHEAD_BYTES, ExactEndsStorage
 
+USUAL_BITS = 2.5  # per number, of models that were not measured
 PARKED_BLOCK = 32  # most entries of an offloaded block: one for each state of the coder
 
 
@@ -46,7 +50,9 @@ class Transform(ExactEndsStorage):
     """Sinks and the latest entries exact, all others transform coded.
 
     Args:
-        bits: per number of the coded entries where the budget is full.
+        bits: per number of the coded entries where the budget is full. A model that was measured
+            by `larder model calibrate MODEL transform` has its own number where a sentence names
+            none.
         coder: `planes` of bits; `entropy`, a range coder, which takes some bits less and which
             attention reads in more time; or `widths` for random access.
         sinks: first positions of a text that stay exact, where they are kept.
@@ -60,7 +66,7 @@ class Transform(ExactEndsStorage):
             entries of the `text`, in a byte per component of each head.
     """
 
-    bits: float = 2.5
+    bits: float = USUAL_BITS
     coder: Coder = Coder.PLANES
     sinks: int = 1
     recent: int = 1
@@ -70,6 +76,7 @@ class Transform(ExactEndsStorage):
     rope: RopeStage = RopeStage.BEFORE
     mean: MeanSource = MeanSource.TEXT
     compares_layers: ClassVar[bool] = True
+    measured_parameters: ClassVar[Mapping[str, str]] = MappingProxyType({"bits": "transform_bits"})
 
     def __post_init__(self) -> None:
         require(0 < self.bits <= 16, "transform.bits", "above 0, up to 16", self.bits)
