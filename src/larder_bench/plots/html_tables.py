@@ -14,12 +14,12 @@ from larder_bench.reports.paper_comparison import compare_with_paper, comparison
 from larder_bench.results.budget_labels import OWN, WHOLE
 from larder_bench.results.papers import Paper
 from larder_bench.results.rows import Row
-from larder_bench.results.tables import SCALES, TIMES, ItemScale, ScoreTable, cell_scores
+from larder_bench.results.tables import SCALES, TIMES, ItemScale, ScoreTable
 
 
 def group_tables(title: str, rows: Sequence[Row], bases: Sequence[str]) -> Iterator[str]:
     """Tables of every score that the cells have, under one heading."""
-    table = ScoreTable([cell_scores(row) for row in rows])
+    table = ScoreTable(rows)
     counts = escape_html(table.count_label())
     yield f"<section><h3>{escape_html(title)}</h3><p class=aside>{counts}</p>"
     if why := [line.removeprefix("- ") for line in table.refusals() if line]:

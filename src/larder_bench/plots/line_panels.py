@@ -4,10 +4,12 @@ legend.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import log2
 from typing import Any
+
+import polars as pl
 
 from larder_bench.plots.layout import (
     LINE_HEIGHT,
@@ -76,6 +78,20 @@ class Axis:
     low: float
     high: float
     base: int = 0
+
+
+def mean_lines(points: Iterable[tuple[str, float, float]]) -> tuple[Line, ...]:
+    """Line of each policy through the means of its points at each x.
+
+    Args:
+        points: policy, x and y.
+    """
+    frame = pl.DataFrame(list(points), ["policy", "x", "y"], orient="row")
+    lines: list[Line] = []
+    for (policy,), of_policy in frame.group_by("policy", maintain_order=True):
+        means = of_policy.group_by("x").agg(pl.mean("y")).sort("x")
+        lines.append(Line(str(policy), tuple(means["x"]), tuple(means["y"])))
+    return tuple(lines)
 
 
 def log2_axis(label: str, values: Sequence[float], names: Any) -> Axis:

@@ -35,7 +35,7 @@ from larder_bench.results.budget_labels import WHOLE
 from larder_bench.results.papers import Paper
 from larder_bench.results.policy_labels import label_legend, policy_labels
 from larder_bench.results.rows import Results, Row, read_results, rows_file
-from larder_bench.results.tables import SCALES, TIMES, ItemScale, ScoreTable, cell_scores
+from larder_bench.results.tables import SCALES, TIMES, ItemScale, ScoreTable
 from larder_bench.studies.study import read_study
 
 MARKED = re.compile(r"(<!-- table: (?!end)(.*?) -->\n)(?:.*?\n)??(<!-- table: end -->)", re.DOTALL)
@@ -142,7 +142,7 @@ def _table(mark: str, folder: Path) -> str:
         lines = by_difference(rows, options.scale, options.pairs)
     else:
         lines = TABLES[options.by](rows, options.scale)
-    counts = ScoreTable([cell_scores(row) for row in rows]).count_label().removesuffix(".")
+    counts = ScoreTable(rows).count_label().removesuffix(".")
     minutes = max(1, round(wall_seconds(path) / 60))
     command = f"`{study_command(read_study(options.study))}`"
     legend = label_legend(policy_labels(row["policy"] for row in rows))
@@ -151,7 +151,7 @@ def _table(mark: str, folder: Path) -> str:
 
 def by_budget(rows: Sequence[Row], key: str = "") -> list[str]:
     """Table with a line per policy and a column per budget: means and intervals over all tasks."""
-    table = ScoreTable([cell_scores(row) for row in rows])
+    table = ScoreTable(rows)
     scale = _scale(table, key)
     budgets = _budgets(table)
     lines = [_line("policy", *budgets), _line(*["---"] * (1 + len(budgets)))]
@@ -167,10 +167,10 @@ def by_budget(rows: Sequence[Row], key: str = "") -> list[str]:
 def by_task(rows: Sequence[Row], key: str = "") -> list[str]:
     """Table with a line per policy and a column per task: the means at all budgets, in order."""
     groups = _by_task(rows)
-    whole = ScoreTable([cell_scores(row) for row in rows])
+    whole = ScoreTable(rows)
     scale, budgets = _scale(whole, key), _budgets(whole)
     lines = [_line("policy", *groups), _line(*["---"] * (1 + len(groups)))]
-    tables = [ScoreTable([cell_scores(row) for row in group]) for group in groups.values()]
+    tables = [ScoreTable(group) for group in groups.values()]
     names = policy_labels(whole.names) | {FULL: "full cache"}
     for name in _ranked_policies(whole, scale):
         cells = []
@@ -207,7 +207,7 @@ def by_difference(rows: Sequence[Row], key: str, pairs: Sequence[str]) -> list[s
     Raises:
         InputError: a pair is not two names of the rows.
     """
-    table = ScoreTable([cell_scores(row) for row in rows])
+    table = ScoreTable(rows)
     scale, budgets = _scale(table, key), _budgets(table)
     lines = [_line("difference", *budgets), _line(*["---"] * (1 + len(budgets)))]
     for pair in pairs:
@@ -226,7 +226,7 @@ def by_random(rows: Sequence[Row], key: str = "") -> list[str]:
     Raises:
         InputError: the rows have no random entries.
     """
-    table = ScoreTable([cell_scores(row) for row in rows])
+    table = ScoreTable(rows)
     scale, budgets = _scale(table, key), _budgets(table)
     if RANDOM not in table.names:
         raise InputError("A table by=random needs rows of the control random.")

@@ -23,7 +23,7 @@ from larder.session import PRESETS
 from larder_bench.reports.study_index import RESULTS, replace_between
 from larder_bench.results.budget_labels import WHOLE
 from larder_bench.results.rows import read_results, rows_file
-from larder_bench.results.tables import SCALES, ItemScale, ScoreTable, cell_scores
+from larder_bench.results.tables import SCALES, ItemScale, ScoreTable
 from larder_bench.results.toml_tables import convert_table
 
 SOURCE = "methods.toml"
@@ -190,7 +190,7 @@ def read_methods(path: Path) -> list[PublishedMethod]:
 def _scores(study: str, task: str, question: str) -> ScoreTable:
     rows = read_results([rows_file(RESULTS, study)]).cells
     shown = [r for r in rows if r["task"].startswith(task) and r["question"] == question]
-    return ScoreTable([cell_scores(row) for row in shown])
+    return ScoreTable(shown)
 
 
 def figure_text(figure: FigureColumn, names: Sequence[str]) -> str:

@@ -20,7 +20,7 @@ from larder_bench.results.papers import (
     paper_budget,
 )
 from larder_bench.results.rows import Row
-from larder_bench.results.tables import cell_scores, cell_seconds, resampling_units
+from larder_bench.results.tables import cell_items, cell_seconds, resampling_units, source_label
 
 HEAD = ("policy", "budget", "the paper", "ours is")
 HERE = "here ({})"  # of a model
@@ -184,7 +184,7 @@ def _scores(
     for budget in reversed(budgets):
         for row in _matching_rows(rows, value, policy, budget):
             if scores := list(_values_of_cell(value, row)):
-                interval[cell_scores(row).source] = scores
+                interval[source_label(row)] = scores
     return interval
 
 
@@ -208,7 +208,7 @@ def _values_of_cell(value: ReportedValue, row: Row) -> Iterator[float]:
         if "refused" not in row and scale.key in fields:
             yield fields[scale.key] / scale.unit
         return
-    for item in cell_scores(row).items:
+    for item in cell_items(row):
         if item.get(scale.key) is not None and value.kind in (None, item.get("kind")):
             yield float(item[scale.key])
 

@@ -7,9 +7,13 @@ either of two policies refused are left out of their difference. Nothing here ne
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
 
-from larder.evaluation import Bootstrap, Interval, drop_unpaired, questions_as_clusters
+import numpy as np
+import polars as pl
+
+from larder.evaluation import Bootstrap, Interval, questions_as_clusters
 from larder_bench.results.budget_labels import WHOLE, sort_budgets
 from larder_bench.results.rows import Row
 
@@ -27,32 +31,6 @@ class ItemScale:
     key: str
     title: str
     digits: int
-
-
-@dataclass(frozen=True)
-class CellScores:
-    """Scores of one policy on one file at one budget.
-
-    Args:
-        source: conversation that was read; policies are compared in pairs on each.
-        items: scored items; empty if the policy refused.
-        bytes_share: share of the full cache's bytes that was held, dense layers included.
-        dense_share: share held by layers that the budget does not cover.
-        why: reason of the refusal.
-        seconds: durations, by the names of `TIMES`.
-        budget_tokens: budget in entries per kv head; 0 without a budget.
-    """
-
-    policy: str
-    budget: str
-    source: str
-    items: tuple[Row, ...] = ()
-    bytes_share: float = 0.0
-    is_refused: bool = False
-    why: str = ""
-    seconds: Mapping[str, float] = field(default_factory=dict[str, float])
-    budget_tokens: int = 0
-    dense_share: float = 0.0
 
 
 # Fields with durations in seconds, and their titles.
@@ -91,25 +69,15 @@ SCALES = (
 )
 
 
-def cell_scores(row: Row) -> CellScores:
-    """Scores of a cell's row."""
-    items = tuple(item for item in row.get("items", ()) if item["counts"])
-    if costs := {scale.key: row[scale.key] for scale in COSTS if scale.key in row}:
-        items = (costs,)
-    source = f"{row['task']} {row['tokens']} {row['seed']}"
-    dense = row["dense_kv_bytes"] / row["full_kv_bytes"] if "dense_kv_bytes" in row else 0.0
-    return CellScores(
-        policy=row["policy"],
-        budget=row["budget"],
-        source=source,
-        items=items,
-        bytes_share=row.get("bytes_share", 0.0),
-        is_refused="refused" in row,
-        why=row.get("refused", ""),
-        seconds=cell_seconds(row),
-        budget_tokens=row.get("budget_tokens", 0),
-        dense_share=dense,
-    )
+def source_label(row: Row) -> str:
+    """Conversation that a cell read; policies are compared in pairs on each."""
+    return f"{row['task']} {row['tokens']} {row['seed']}"
+
+
+def cell_items(row: Row) -> list[Row]:
+    """Scored items of a cell, or its costs as one item; empty if the policy refused."""
+    costs = {scale.key: row[scale.key] for scale in COSTS if scale.key in row}
+    return [costs] if costs else [item for item in row.get("items", ()) if item["counts"]]
 
 
 def cell_seconds(row: Row) -> dict[str, float]:
@@ -120,11 +88,11 @@ def cell_seconds(row: Row) -> dict[str, float]:
     return timings
 
 
-def markdown_report(groups: Mapping[str, Sequence[CellScores]]) -> str:
-    """Markdown tables of all policies, per group and scale."""
+def markdown_report(groups: Mapping[str, Sequence[Row]]) -> str:
+    """Markdown tables of all policies, per group of cells and scale."""
     lines: list[str] = []
-    for group, entries in groups.items():
-        table = ScoreTable(entries)
+    for group, rows in groups.items():
+        table = ScoreTable(rows)
         if not table.names:
             continue
         lines += [f"## {group}", "", table.count_label(), "", *table.refusals()]
@@ -134,46 +102,63 @@ def markdown_report(groups: Mapping[str, Sequence[CellScores]]) -> str:
     return "\n".join(lines)
 
 
-class ScoreTable:
-    """Scores of one group by policy and budget; the last entry of a cell counts."""
+# Columns of the frame of cells.
+_SIZES = ("bytes_share", "dense_share", "budget_tokens")
+_CELLS = {
+    **dict.fromkeys(("policy", "budget", "source"), pl.String),
+    **dict.fromkeys((*_SIZES, *TIMES), pl.Float64),
+    "refused": pl.String,
+    "num_items": pl.Int64,
+}
+# Means of the cells of a policy at a budget: sizes of those that were not refused.
+_FIGURES = [
+    pl.col(_SIZES).filter(pl.col("num_items") > 0).mean(),
+    pl.col(*TIMES).mean(),
+    pl.col("refused").count(),
+    pl.col("num_items").sum(),
+]
 
-    def __init__(self, entries: Sequence[CellScores]) -> None:
-        self._entries = {(one.policy, one.budget, one.source): one for one in entries}
-        self.names = list(dict.fromkeys(one.policy for one in entries))
-        self.budgets = sort_budgets(list(dict.fromkeys(one.budget for one in entries)))
-        self._sources = sorted({one.source for one in entries})
+
+class ScoreTable:
+    """Scores of one group of cells by policy and budget; the last row of a cell counts."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        cells = {(row["policy"], row["budget"], source_label(row)): row for row in rows}
+        self._items = {key: cell_items(row) for key, row in cells.items()}
+        self._cells = pl.DataFrame([_cell_line(row) for row in cells.values()], _CELLS)
+        figures = self._cells.group_by("policy", "budget").agg(_FIGURES)
+        self._figures = figures.rows_by_key(("policy", "budget"), named=True, unique=True)
+        self._pivot = cache(self._new_pivot)
+        self.names = list(dict.fromkeys(row["policy"] for row in rows))
+        self.budgets = sort_budgets(list(dict.fromkeys(row["budget"] for row in rows)))
 
     def count_label(self) -> str:
         """Number of files, and of scored items of the policy that refused fewest; which policies
         were measured on fewer files.
         """
-        items = [self._items(name, budget) for name in self.names for budget in self.budgets]
-        most = max(sum(map(len, by_source.values())) for by_source in items)
-        files, fewer = _num_files(len(self._sources)), self._fewer_files()
+        num_files = self._cells["source"].n_unique()
+        files, fewer = _num_files(num_files), self._fewer_files(num_files)
         if set(self.scales_with_data(SCALES)) <= {*COSTS}:
             return f"{files}{fewer}."
+        most = max(one["num_items"] for one in self._figures.values())
         return f"{files}, {most} {'scored item' if most == 1 else 'scored items'}{fewer}."
 
-    def _fewer_files(self) -> str:
+    def _fewer_files(self, num_files: int) -> str:
         """Policies that were measured on a part of the files, in parentheses; empty for none."""
-        measured: dict[str, set[str]] = {name: set() for name in self.names}
-        for name, _, source in self._entries:
-            measured[name].add(source)
-        by_count: dict[int, list[str]] = {}
-        for name, sources in measured.items():
-            if len(sources) < len(self._sources):
-                by_count.setdefault(len(sources), []).append(name)
-        notes = [f"{', '.join(by_count[n])} on {_num_files(n)}" for n in sorted(by_count)]
+        measured = self._cells.group_by("policy", maintain_order=True)
+        counts = measured.agg(files=pl.col("source").n_unique())
+        fewer = counts.filter(pl.col("files") < num_files).group_by("files", maintain_order=True)
+        names = fewer.agg("policy").sort("files").iter_rows()
+        notes = [f"{', '.join(policies)} on {_num_files(count)}" for count, policies in names]
         return f" ({'; '.join(notes)})" if notes else ""
 
     def refusals(self) -> list[str]:
         """Lines with the first refusal of each policy and its reason."""
-
-        reasons: dict[str, str] = {}
-        for one in self._entries.values():
-            if one.why:
-                reasons.setdefault(one.policy, f"- {one.policy} at {one.budget} refused: {one.why}")
-        return [*reasons.values(), ""] if reasons else []
+        refused = self._cells.drop_nulls("refused")
+        first = refused.unique("policy", keep="first", maintain_order=True)
+        reasons = first.select("policy", "budget", "refused").iter_rows()
+        lines = [f"- {policy} at {budget} refused: {why}" for policy, budget, why in reasons]
+        return [*lines, ""] if lines else []
 
     def seconds_table(self) -> list[str]:
         """Table of mean seconds per policy and budget; empty if nothing was timed."""
@@ -191,20 +176,17 @@ class ScoreTable:
 
     def timed_fields(self) -> list[str]:
         """Names of `TIMES` that any entry has."""
-        entries = self._entries.values()
-        return [name for name in TIMES if any(name in one.seconds for one in entries)]
+        return [name for name in TIMES if self._cells[name].count()]
 
     def seconds(self, name: str, budget: str) -> dict[str, float]:
         """Mean durations of a policy at a budget, by the names of `TIMES`."""
-        cells = (self._entries.get((name, budget, source)) for source in self._sources)
-        timings = [one.seconds for one in cells if one is not None and one.seconds]
-        by_field = {key: [each[key] for each in timings if key in each] for key in TIMES}
-        return {key: sum(values) / len(values) for key, values in by_field.items() if values}
+        figures = self._figures.get((name, budget), {})
+        return {key: figures[key] for key in TIMES if figures.get(key) is not None}
 
     def scales_with_data(self, scales: Sequence[ItemScale]) -> list[ItemScale]:
-        """Scales for which any item has a number."""
-        items = [item for one in self._entries.values() for item in one.items[:1]]
-        return [s for s in scales if any(item.get(s.key) is not None for item in items)]
+        """Scales for which the first item of any cell has a number."""
+        first = [items[0] for items in self._items.values() if items]
+        return [one for one in scales if any(item.get(one.key) is not None for item in first)]
 
     def means(self, scale: ItemScale) -> list[str]:
         """Table of means per policy with interval, and in parentheses the share of the bytes
@@ -220,42 +202,29 @@ class ScoreTable:
 
     def interval(self, scale: ItemScale, name: str, budget: str) -> Interval | None:
         """Mean of a policy's items at a budget, with its interval; None without items."""
-        scores = [
-            [float(item[scale.key]) for item in items if item.get(scale.key) is not None]
-            for items in self._items(name, budget).values()
-        ]
-        scores = [values for values in scores if values]
-        return Bootstrap().mean(resampling_units(scores)) if scores else None
+        scores = self._by_file(scale, _case(name, budget))
+        return Bootstrap().mean(resampling_units(*scores)) if scores else None
 
     def difference(self, scale: ItemScale, first: str, second: str, budget: str) -> Interval | None:
         """Paired difference, first less second, on items that both scored; None without any.
 
         A policy without cells at the budget, such as the full cache, stands with its whole cache.
         """
-        minuends, subtrahends = (
-            self._items(name, budget) or self._items(name, WHOLE) for name in (first, second)
-        )
-        pairs = [
-            drop_unpaired(
-                [item.get(scale.key) for item in minuends[source]],
-                [item.get(scale.key) for item in subtrahends[source]],
-            )
-            for source in minuends
-            if source in subtrahends
+        known = self._pivot(scale.key)
+        cases = [
+            _case(name, budget if _case(name, budget) in known else WHOLE)
+            for name in (first, second)
         ]
-        left = [scores for scores, _ in pairs if scores]
-        right = [scores for _, scores in pairs if scores]
-        if not left or not right:
-            return None
-        return Bootstrap().difference(resampling_units(left), resampling_units(right))
+        scores = self._by_file(scale, *cases)
+        return Bootstrap().difference(*map(resampling_units, scores)) if scores else None
 
     def bytes_share(self, name: str, budget: str) -> float:
         """Mean share of the full cache's bytes, over cells that were not refused."""
-        return _mean_of([one.bytes_share for one in self._scored(name, budget)])
+        return self._figure("bytes_share", name, budget)
 
     def dense_share(self, name: str, budget: str) -> float:
         """Mean share held by dense layers, over cells that were not refused."""
-        return _mean_of([one.dense_share for one in self._scored(name, budget)])
+        return self._figure("dense_share", name, budget)
 
     def shares(self, name: str, budget: str) -> str:
         """Both shares, formatted for tables."""
@@ -264,12 +233,11 @@ class ScoreTable:
 
     def budget_tokens(self, name: str, budget: str) -> int:
         """Mean budget in entries per kv head, over cells that were not refused."""
-        return round(_mean_of([float(one.budget_tokens) for one in self._scored(name, budget)]))
+        return round(self._figure("budget_tokens", name, budget))
 
     def refused(self, name: str, budget: str) -> int:
         """Number of refused cells."""
-        cells = (self._entries.get((name, budget, source)) for source in self._sources)
-        return sum(one is not None and one.is_refused for one in cells)
+        return int(self._figure("refused", name, budget))
 
     def _mean(self, scale: ItemScale, name: str, budget: str) -> str:
         interval, refused = self.interval(scale, name, budget), self.refused(name, budget)
@@ -279,13 +247,47 @@ class ScoreTable:
         formatted = _format_interval(interval, scale.digits)
         return f"{formatted} ({self.shares(name, budget)}){note}"
 
-    def _scored(self, name: str, budget: str) -> list[CellScores]:
-        return [self._entries[name, budget, source] for source in self._items(name, budget)]
+    def _figure(self, column: str, name: str, budget: str) -> float:
+        return self._figures.get((name, budget), {}).get(column) or 0.0
 
-    def _items(self, name: str, budget: str) -> dict[str, tuple[Row, ...]]:
-        """Scored items by source, without cells that were refused or have none."""
-        cells = {source: self._entries.get((name, budget, source)) for source in self._sources}
-        return {source: one.items for source, one in cells.items() if one is not None and one.items}
+    def _by_file(self, scale: ItemScale, *cases: str) -> list[list[list[float]]]:
+        """Scores of cases by file, on items that all of them have; empty without any."""
+        pivot = self._pivot(scale.key)
+        if not {*cases} <= pivot.keys():
+            return []
+        columns = np.stack([pivot[case] for case in cases])
+        is_scored = ~np.isnan(columns).any(axis=0)
+        edges = np.flatnonzero(np.diff(pivot["source"][is_scored])) + 1
+        files = [
+            [file.tolist() for file in np.split(each, edges)] for each in columns[:, is_scored]
+        ]
+        return files if is_scored.any() else []
+
+    def _new_pivot(self, key: str) -> dict[str, np.ndarray]:
+        """Scores of one scale: a column per policy and budget, a line per item of a file."""
+        scores = [
+            (source, number, _case(policy, budget), float(item[key]))
+            for (policy, budget, source), items in self._items.items()
+            for number, item in enumerate(items)
+            if item.get(key) is not None
+        ]
+        if not scores:
+            return {}
+        frame = pl.DataFrame(scores, ["source", "number", "case", "score"], orient="row")
+        pivot = frame.pivot("case", index=["source", "number"], values="score")
+        lines = pivot.sort("source", "number").with_columns(pl.col("source").rank("dense"))
+        return {column.name: column.to_numpy() for column in lines}
+
+
+def _case(policy: str, budget: str) -> str:
+    return f"{policy} at {budget}"
+
+
+def _cell_line(row: Row) -> Row:
+    dense = row["dense_kv_bytes"] / row["full_kv_bytes"] if "dense_kv_bytes" in row else 0.0
+    shares = {"bytes_share": row.get("bytes_share", 0.0), "dense_share": dense}
+    counts = {"budget_tokens": row.get("budget_tokens", 0), "num_items": len(cell_items(row))}
+    return row | {"source": source_label(row)} | shares | counts | cell_seconds(row)
 
 
 def _num_files(count: int) -> str:
@@ -295,10 +297,6 @@ def _num_files(count: int) -> str:
 def resampling_units(files: list[list[float]]) -> list[list[float]]:
     """Clusters of the bootstrap: files, or the items of a single file."""
     return files if len(files) > 1 else questions_as_clusters(files[0])
-
-
-def _mean_of(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
 
 
 def _format_interval(interval: Interval, digits: int) -> str:

@@ -10,11 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-import numpy as np
-
 from larder_bench.plots import score_groups
 from larder_bench.plots.figures.base import Figure, PolicyStyles, drawing_name
-from larder_bench.plots.line_panels import Line, LinePanel, draw_panels, linear_axis, log2_axis
+from larder_bench.plots.line_panels import (
+    Line,
+    LinePanel,
+    draw_panels,
+    linear_axis,
+    log2_axis,
+    mean_lines,
+)
 from larder_bench.plots.policy_styles import controls_last
 from larder_bench.plots.style import Drawing, figure_style
 from larder_bench.results.rows import Results, Row
@@ -71,14 +76,8 @@ class EvictionFigure(Figure):
         return [LinePanel(titles[group], self._lines(cells)) for group, cells in groups.items()]
 
     def _lines(self, rows: Sequence[Row]) -> tuple[Line, ...]:
-        points: dict[str, dict[float, list[float]]] = {}
-        for row in rows:
-            share = row[f"hit_{self.saved.value}"] / row[f"known_{self.saved.value}"]
-            points.setdefault(row["policy"], {}).setdefault(row["needed_share"], []).append(share)
-        return tuple(
-            Line(policy, tuple(sorted(ys)), tuple(float(np.mean(ys[x])) for x in sorted(ys)))
-            for policy, ys in points.items()
-        )
+        hit, known = f"hit_{self.saved.value}", f"known_{self.saved.value}"
+        return mean_lines((r["policy"], r["needed_share"], r[hit] / r[known]) for r in rows)
 
     def _figure(self, panels: Sequence[LinePanel], styles: PolicyStyles) -> object:
         lines = [line for panel in panels for line in panel.lines]

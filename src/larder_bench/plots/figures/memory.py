@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
+import polars as pl
 
 from larder_bench.plots import score_groups
 from larder_bench.plots.figures.base import CountedBytes, Figure, PolicyStyles, drawing_name
@@ -105,16 +105,10 @@ class MemoryFigure(Figure):
 
 
 def _line(policy: str, rows: Sequence[Row], key: str) -> Line:
-    by_length: dict[int, list[Row]] = {}
-    for row in rows:
-        if row["policy"] == policy:
-            by_length.setdefault(row["tokens"], []).append(row)
-    ordered = [by_length[tokens] for tokens in sorted(by_length)]
-    return Line(
-        policy,
-        tuple(float(np.mean([row["context_tokens"] for row in each])) for each in ordered),
-        tuple(float(np.mean([row[key] for row in each])) for each in ordered),
-    )
+    points = [(r["tokens"], r["context_tokens"], r[key]) for r in rows if r["policy"] == policy]
+    frame = pl.DataFrame(points, ["tokens", "x", "y"], orient="row")
+    means = frame.group_by("tokens").mean().sort("tokens")
+    return Line(policy, tuple(means["x"]), tuple(means["y"]))
 
 
 def format_power_of_two(power: int) -> str:

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-import numpy as np
-
 from larder_bench.plots import score_groups
 from larder_bench.plots.figures.base import Figure, PolicyStyles, drawing_name
 from larder_bench.plots.line_panels import (
@@ -22,6 +20,7 @@ from larder_bench.plots.line_panels import (
     draw_panels,
     linear_axis,
     log2_axis,
+    mean_lines,
 )
 from larder_bench.plots.style import Drawing, figure_style
 from larder_bench.results.budget_labels import sort_budgets
@@ -112,14 +111,10 @@ class RecallFigure(Figure):
             return draw_panels(panels, dict(styles), x, linear_axis("recall", low, 1.02))
 
     def _lines(self, rows: Sequence[Row], rank: str) -> tuple[Line, ...]:
-        by_policy: dict[str, dict[float, list[float]]] = {}
-        for row in rows:
-            if rank in row["recall"]:
-                points = by_policy.setdefault(row["policy"], {})
-                points.setdefault(float(row[self.along.value]), []).append(row["recall"][rank])
-        return tuple(
-            Line(policy, tuple(sorted(ys)), tuple(float(np.mean(ys[x])) for x in sorted(ys)))
-            for policy, ys in by_policy.items()
+        return mean_lines(
+            (row["policy"], float(row[self.along.value]), row["recall"][rank])
+            for row in rows
+            if rank in row["recall"]
         )
 
     def _x_axis(self, values: Sequence[float]) -> Axis:
