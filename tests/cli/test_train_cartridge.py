@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cli_results import CAT, Run
+from cli_results import CAT, Run, complaint
 from larder.cache import ChunkEntries
 from larder.core import Conversation, Progress
 from larder.engine import Engine
@@ -48,7 +48,7 @@ def test_cartridge_is_trained_on_a_file_and_asked(run: Run, talk: Path, monkeypa
 def test_missing_cartridge_error_names_the_train_command(run: Run, talk: Path) -> None:
     done = run("ask", str(talk), "-q", CAT, *POLICY)
     assert done.exit_code != 0
-    assert "larder train cartridge FILE --slots 16" in done.stderr
+    assert "`larder train cartridge FILE --slots 16 --model seed`" in done.stderr
 
 
 def test_cartridge_needs_a_file_and_no_other_method_takes_one(run: Run, talk: Path) -> None:
@@ -56,3 +56,4 @@ def test_cartridge_needs_a_file_and_no_other_method_takes_one(run: Run, talk: Pa
     assert done.exit_code == 2 and "name its FILE" in done.stderr
     done = run("train", "kvzap", str(talk))
     assert done.exit_code == 2 and "--corpus FOLDER" in done.stderr
+    assert "two slots or more" in complaint(run("train", "cartridge", talk, "--slots", "0"), 2)

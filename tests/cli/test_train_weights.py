@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cli_results import Run
+from cli_results import CAT, Run, complaint
 from larder.training import RestoreTraining
 from learned_gates import random_soft_prompt
 
@@ -47,6 +47,25 @@ def test_weights_trained_without_tests_are_tested_later(run: Run, quick: None) -
 def test_test_tokens_of_a_method_with_labels_are_refused(run: Run) -> None:
     done = run("train", "kvzap", "--test-tokens", "300")
     assert done.exit_code == 2 and "not for kvzap" in done.stderr
+
+
+@pytest.mark.parametrize("method", ["labels", "predictive", "kvtc"])
+def test_options_that_a_method_does_not_use_are_refused(run: Run, method: str) -> None:
+    given = complaint(run("train", method, "--weights", "gates.safetensors"), 2)
+    assert f"not of {method}" in given and "leave it out" in given
+    assert f"not for {method}" in complaint(run("train", method, "--slots", "16"), 2)
+
+
+def test_missing_file_of_weights_is_named(run: Run, tmp_path: Path) -> None:
+    missing = tmp_path / "gates.safetensors"
+    assert f"{missing} does not exist" in complaint(run("train", "trim", "--weights", missing), 1)
+
+
+def test_missing_weights_error_names_the_model_as_it_runs(run: Run, talk: Path) -> None:
+    gated = ("ask", talk, "-q", CAT, "--policy", "whole() > trim() > uniform()")
+    assert "`larder train trim --model seed`," in complaint(run(*gated), 1)
+    lower = complaint(run(*gated, "--dtype", "bfloat16"), 1)
+    assert "`larder train trim --model seed --dtype bfloat16`," in lower
 
 
 @pytest.mark.parametrize(("keys_r2", "is_reported"), [(-0.21, True), (0.18, False)])

@@ -63,6 +63,13 @@ def test_adapter_of_the_bundled_model_is_loaded(tmp_path: Path) -> None:
         done = CliRunner().invoke(app, [*given, "--adapter-mode", mode.value])
         expected = load(adapter=str(tmp_path), adapter_mode=mode.value).decoder.spec.fingerprint
         assert json.loads(done.stdout)["model_fingerprint"] == expected != plain.spec.fingerprint
+    gated = ["--policy", "whole() > trim() > uniform()", "--adapter", str(tmp_path)]
+    missing = CliRunner().invoke(app, ["ask", str(file), "-q", "Key?", *gated])
+    assert f"`larder train trim --model seed --adapter {tmp_path}`" in missing.stderr
+    sizes = ["--tokens", "300", "--passage-tokens", "150", "--adapter", str(tmp_path)]
+    trained = CliRunner().invoke(app, ["train", "predictive", "--json", *sizes])
+    merged = load(adapter=str(tmp_path)).decoder.spec.fingerprint
+    assert Path(json.loads(trained.stdout)["file"]).parent.name == merged
 
 
 def test_invalid_adapters_are_refused(tmp_path: Path) -> None:

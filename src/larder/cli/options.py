@@ -6,6 +6,8 @@ A command takes one parameter of an options class; `command` turns its fields in
 from __future__ import annotations
 
 import inspect
+import re
+import shlex
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
 from functools import wraps
@@ -15,7 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from larder.cli.errors import FileAccessError, Interrupted, print_error
-from larder.core.errors import LarderError
+from larder.core.errors import LarderError, MissingWeights
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,8 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
         options = slot.annotation(**{p.name: arguments.pop(p.name) for p in shared})
         try:
             function(**arguments, **{slot.name: options})
+        except MissingWeights as error:
+            _exit_with_error(_with_model_named(error, options), options)
         except LarderError as error:
             _exit_with_error(error, options)
         except OSError as error:
@@ -133,6 +137,21 @@ def _exit_with_error(error: LarderError, options: OutputOptions) -> None:
     if options.debug:
         raise error
     raise typer.Exit(error.exit_code)
+
+
+def _with_model_named(error: MissingWeights, options: OutputOptions) -> MissingWeights:
+    """Error whose `larder train` trains the model that the command runs, as it runs it."""
+    if not isinstance(options, ModelOptions):
+        return error
+    own, plain = vars(options), vars(ModelOptions())
+    words = ["--model", options.model]
+    for name in ("device", "dtype", "adapter", "adapter_mode"):
+        given = own[name] if isinstance(own[name], list) else [own[name]]  # adapters of a server
+        for value in given if own[name] != plain[name] else ():
+            words += [f"--{name.replace('_', '-')}", value]
+    loading = shlex.join(words)
+    message = re.sub("`larder train [^`]+", lambda found: f"{found[0]} {loading}", str(error))
+    return MissingWeights(message).with_traceback(error.__traceback__)
 
 
 def _is_options(annotation: Any) -> bool:

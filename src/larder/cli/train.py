@@ -25,6 +25,7 @@ LABELS = "labels"  # makes the label file alone
 PREDICTIVE, KVTC = "predictive", "kvtc"  # codecs; read texts without labels
 CARTRIDGE = "cartridge"  # stands for one text
 TEST_TOKENS = 6000  # of each split
+SLOTS = 256  # of a cartridge
 MethodName = Annotated[
     str,
     typer.Argument(
@@ -62,8 +63,13 @@ class TrainOptions(OutputOptions):
             metavar="SOURCE", help="Source to test with alone.  Default: the last by name."
         ),
     ] = None
-    tokens: Annotated[int, typer.Option(help="Labelled tokens, of all splits.")] = 40_000
-    passage_tokens: Annotated[int, typer.Option(help="Tokens of a labelled text.")] = 768
+    tokens: Annotated[
+        int,
+        typer.Option(
+            help="Labelled tokens, of all splits; without labels, tokens to train on at most."
+        ),
+    ] = 40_000
+    passage_tokens: Annotated[int, typer.Option(help="Tokens that are read together.")] = 768
     weights: Annotated[
         Path | None,
         typer.Option(
@@ -79,11 +85,16 @@ class TrainOptions(OutputOptions):
         ),
     ] = None
     slots: Annotated[
-        int, typer.Option(help="Entries of a cartridge, of each layer and kv head.")
-    ] = 256
+        int | None,
+        typer.Option(help=f"Entries of a cartridge, of each layer and kv head.  Default: {SLOTS}."),
+    ] = None
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0
     device: Annotated[str, typer.Option(help="Device of the model.")] = "cpu"
     dtype: Annotated[str | None, typer.Option(help="As of `ask`.")] = None
+    adapter: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="LoRA adapter of the model, as of `ask`.")
+    ] = None
+    adapter_mode: Annotated[str, typer.Option(help="As of `ask`.")] = "merged"
 
 
 @command
@@ -91,11 +102,12 @@ def train(method: MethodName, options: TrainOptions, file: CartridgeText = None)
     """Train the weights of METHOD for a model, and test them on documents that were left out.
 
     Labels are made once, and go on where they were interrupted. Weights are kept under LARDER_HOME
-    by the model's fingerprint: take the device and dtype that the model will run with.
+    by the model's fingerprint: take the device, dtype and adapter that the model will run with.
     """
     _check_known(method)
     _check_file(method, file)
     _check_test_tokens(method, options.test_tokens)
+    _check_unused(method, options)
     loaded = _load(options)
     if method == LABELS:
         _print_labels(_labels(loaded, options), loaded, options)
@@ -137,11 +149,29 @@ def _check_test_tokens(method: str, test_tokens: int | None) -> None:
         )
 
 
+def _check_unused(method: str, options: TrainOptions) -> None:
+    """Raise UsageError if an option says nothing to the method."""
+    if options.slots is not None and method != CARTRIDGE:
+        raise UsageError(f"--slots is for a cartridge, not for {method}: leave it out.")
+    if options.weights is not None and method in (LABELS, PREDICTIVE, KVTC, CARTRIDGE):
+        raise UsageError(
+            f"--weights takes published weights of a method with gates, not of {method}: leave it "
+            "out."
+        )
+
+
 def _load(options: TrainOptions) -> LoadedModel:
     from larder.engine.progress_bar import progress_bar
     from larder.models.loader import load
 
-    return load(options.model, options.device, options.dtype, stage=progress_bar)
+    return load(
+        options.model,
+        options.device,
+        options.dtype,
+        adapter=options.adapter,
+        adapter_mode=options.adapter_mode,
+        stage=progress_bar,
+    )
 
 
 def _corpus(options: TrainOptions) -> Corpus:
@@ -266,11 +296,12 @@ def _train_cartridge(loaded: LoadedModel, file: Path, options: TrainOptions) -> 
     from larder.session.files import read_conversation
     from larder.training.cartridge import CartridgeSettings, train_cartridge
 
-    settings = CartridgeSettings(slots=options.slots, seed=options.seed)
+    slots = SLOTS if options.slots is None else options.slots
+    settings = CartridgeSettings(slots=slots, seed=options.seed)
     conversation, engine = read_conversation(file), Engine(loaded, policy="full")
     with progress_bar(f"Training a cartridge of {file.name}", "steps") as update:
         learned, ids = train_cartridge(engine, conversation, settings, update)
-    path = cartridge_path(loaded.decoder.spec.fingerprint, ids, options.slots)
+    path = cartridge_path(loaded.decoder.spec.fingerprint, ids, slots)
     learned.save(path)
     return learned.card, path
 

@@ -17,7 +17,7 @@ import torch
 from larder.cache.chunk_entries import ChunkEntries
 from larder.cache.sequence import SequenceCache
 from larder.cache.table_file import check_fingerprint
-from larder.core.errors import ModelError
+from larder.core.errors import MissingWeights, ModelError
 from larder.core.home import home
 from larder.core.spec import ModelSpec
 from larder.models.learned_weights import SUFFIX, LearnedWeights, read_learned
@@ -58,7 +58,8 @@ def find_cartridge(spec: ModelSpec, ids: Sequence[int], slots: int) -> TrainedCa
     """Cartridge of the longest beginning of a text that has one.
 
     Raises:
-        ModelError: there is none, or its file is damaged or of another model.
+        MissingWeights: there is none.
+        ModelError: its file is damaged or of another model.
     """
     folder = home() / spec.fingerprint / FOLDER
     names = [path.name.partition("-")[0] for path in folder.glob(f"*-{slots}-*{SUFFIX}")]
@@ -66,7 +67,7 @@ def find_cartridge(spec: ModelSpec, ids: Sequence[int], slots: int) -> TrainedCa
         path = cartridge_path(spec.fingerprint, ids[:count], slots)
         if count <= len(ids) and path.is_file():
             return TrainedCartridge(_slots_of(read_learned(path), path, spec, slots), count)
-    raise ModelError(
+    raise MissingWeights(
         f"No cartridge of {slots} slots was trained for this text of {len(ids)} tokens: train it "
         f"with `larder train cartridge FILE --slots {slots}`, or take another policy."
     )

@@ -243,6 +243,8 @@ def adopt_published(path: Path, method: str, spec: ModelSpec) -> LearnedWeights:
             f"{path} does not end in {SUFFIX}: other formats can run code, convert it where you "
             "trust it."
         )
+    if not path.is_file():
+        raise ModelError(f"{path} does not exist: name a file of weights by layer, or train.")
     try:
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         with safe_open(path, "pt") as tensors:

@@ -71,7 +71,8 @@ class CartridgeSettings:
         if min(self.slots - 1, self.epochs, self.batch_tokens, self.top) < 1 or not self.rate > 0:
             raise BadParameter(
                 "A cartridge needs two slots or more, and epochs, batch_tokens, rate and top above "
-                f"0, got {self}."
+                f"0, got {self.slots}, {self.epochs}, {self.batch_tokens}, {self.rate} and "
+                f"{self.top}."
             )
 
 

@@ -49,7 +49,7 @@ class PassageLimits:
         if min(self.tokens, self.passage_tokens) < 1 or self.test_tokens < 0:
             raise BadParameter(
                 "Training needs tokens and passage_tokens above 0, and test_tokens of 0 or more, "
-                f"got {self}."
+                f"got {self.tokens}, {self.passage_tokens} and {self.test_tokens}."
             )
 
 
