@@ -38,6 +38,7 @@ from larder_bench.scoring.kl_divergence import kl_divergence
 FOLLOWING = 64  # tokens of the continuation
 CUE, RECITED = 16, 48  # tokens of the copy that are given, and that are compared
 SHUFFLED = "_shuffled"  # end of the name of a policy whose weights are shuffled
+BLOCKS = "blockwise(tokens=128) > protect(sinks=4, recent=32)"  # of Locret, scaled to short texts
 POLICIES = {
     "full": "whole() > unlimited()",
     "kvzip": "whole() > reconstruct() > global()",
@@ -45,6 +46,8 @@ POLICIES = {
     "kvzap_mlp": 'whole() > kvzap(form="mlp") > global()',
     "fast_kvzip": "whole() > fast_kvzip() > global()",
     "locret": "whole() > locret() > uniform()",
+    "locret_blockwise": f"{BLOCKS} > locret() > uniform()",
+    "snapkv_blockwise": f"{BLOCKS} > snapkv() > uniform()",
     "trim": "whole() > trim() > uniform()",
     "global_retention": "whole() > global_retention() > global()",
     "global_retention_per_head": "whole() > global_retention() > uniform()",
@@ -146,7 +149,7 @@ def print_table(found: Mapping[str, Mapping[str, list[float]]], shown: str) -> N
         for name, scores in found.items():
             own = scores[measure]
             line = f"  {name:16} {fmean(own):.4f}  n={len(own)}"
-            for other in ("random", "streaming_llm", "kvzip"):
+            for other in ("random", "streaming_llm", "kvzip", "snapkv_blockwise"):
                 if other in found and other != name:
                     less = drawing.difference(
                         [[x] for x in own], [[x] for x in found[other][measure]]

@@ -23,13 +23,21 @@ from random import Random
 from statistics import fmean
 
 import torch
-from learned_scores import texts
+from learned_scores import SHUFFLED, shuffled_weights, texts
 from torch import Tensor
 
 from larder.core import Calibration, Mode
 from larder.engine import Engine
 from larder.evaluation import Bootstrap
-from larder.models import BatchSegment, HiddenNeedle, NeedlePassage, NeedleSettings, SampleText
+from larder.models import (
+    BatchSegment,
+    HiddenNeedle,
+    NeedlePassage,
+    NeedleSettings,
+    SampleText,
+    load_learned,
+)
+from larder.policy import PROVIDERS
 from larder.prefill import PeakMemoryMeter
 from larder.session import ModelRuntime, Policy, build_caches, common_prompts
 from larder.training import answers_right, read_corpus
@@ -45,6 +53,7 @@ HEADS = {
 }
 SCORES = {
     "lookahead_kv": "whole() > lookahead_kv() > uniform(tokens={tokens})",
+    f"lookahead_kv{SHUFFLED}": "whole() > lookahead_kv() > uniform(tokens={tokens})",
     "snapkv": "whole() > snapkv() > uniform(tokens={tokens})",
     "streaming_llm": "whole() > protect(sinks=4, recent=0) > sinks_and_window() > "
     "uniform(tokens={tokens})",
@@ -54,12 +63,15 @@ FULL = "whole() > unlimited()"
 
 
 def head_policies(share: float, context: int) -> dict[str, str]:
-    """Policies whose chosen heads hold the whole text, as `share` of all, and the full cache."""
+    """Policies whose chosen heads hold the whole text, as `share` of all, the full cache, and
+    others that hold as many entries.
+    """
     tokens = math.ceil(share * context + (1 - share) * (SINKS + RECENT))
     begin = f"whole() > protect(sinks={SINKS}, recent={RECENT}) > random() > "
     own = {name: begin + text.format(share=share) for name, text in HEADS.items()}
     sized = {name: text.replace("share=", f"tokens={tokens}, share=") for name, text in own.items()}
-    return {"full": FULL, **sized}
+    evicted = {name: SCORES[name].format(tokens=tokens) for name in ("random", "streaming_llm")}
+    return {"full": FULL, **sized, **evicted}
 
 
 def score_policies(tokens: int) -> dict[str, str]:
@@ -77,6 +89,17 @@ def shuffled(runtime: ModelRuntime, seed: int) -> ModelRuntime:
         return found
 
     return replace(runtime, calibrate=calibrate)
+
+
+def put_soft_tokens(runtime: ModelRuntime, name: str, seed: int) -> None:
+    """Use the trained weights of `lookahead_kv` as they are, or shuffled where its name says so."""
+    if name.removesuffix(SHUFFLED) not in PROVIDERS.names():
+        return
+    decoder, provider = runtime.decoder, PROVIDERS.load(name.removesuffix(SHUFFLED))()
+    learned = load_learned(decoder.spec, name.removesuffix(SHUFFLED), provider)
+    if name.endswith(SHUFFLED):
+        learned = shuffled_weights(learned, decoder.spec.width, seed)
+    decoder.gates.put_tensors(name.removesuffix(SHUFFLED), provider, learned)
 
 
 def forced(runtime: ModelRuntime, sentence: str, read: Sequence[int], ids: Sequence[int]) -> Tensor:
@@ -130,7 +153,7 @@ def print_table(found: Mapping[str, Sequence[tuple[list[bool], float]]]) -> None
         recall, loss = fmean(hit for hits, _ in own for hit in hits), fmean(row[1] for row in own)
         line = f"  {name:16} recall {recall:.3f}  of full {recall / max(whole, 1e-9):.3f}"
         line += f"  nats {loss:.3f}"
-        for other in ("random", "snapkv", "shuffled gates"):
+        for other in ("random", "streaming_llm", "snapkv", "shuffled gates"):
             if other in found and other != name:
                 less = drawing.difference([[o[1]] for o in own], [[o[1]] for o in found[other]])
                 line += f"  less {other} {less.mean:+.3f} [{less.low:+.3f} {less.high:+.3f}]"
@@ -175,6 +198,7 @@ def main() -> None:
         )
         for name in args.policies.split(",") if args.policies else policies:
             used = shuffled(runtime, args.seed) if name == "shuffled gates" else runtime
+            put_soft_tokens(used, name, args.seed)
             own = found.setdefault(name, [])
             for text, cut, asked in questions(passage, args.in_prompt, args.asked, number):
                 own.append(measured(used, policies[name], text, cut, asked))
