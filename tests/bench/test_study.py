@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from larder import LarderError
+from larder import LarderError, Policy
 from larder.core import InputError, UnknownName, UsageError
 from larder.session import PRESETS
 from larder_bench.execution.runner import parse_measure, validate_study
@@ -133,6 +133,13 @@ def test_preset_variants_are_parsed() -> None:
     assert str(parse_variant("d2o_blockwise:whole").policy) == str(parse_variant("d2o").policy)
     with pytest.raises(UnknownName, match="Did you mean 'whole'"):
         parse_variant("h2o:hole")
+
+
+def test_policies_act_as_rows_spell_them() -> None:
+    """Bits that were measured of a model take no place of those in the spelling."""
+    assert Policy.parse("larder").unnamed == {"bits"}
+    policy = parse_variant("larder").policy
+    assert policy == Policy.parse("larder") and not policy.unnamed
 
 
 BASELINES = ("kvzip_blockwise", "infinipot_summarize", "random")

@@ -242,9 +242,10 @@ class PolicyVariant:
 
 
 def parse_variant(name: str) -> PolicyVariant:
-    """Policy by the name of tables, such as `h2o:drop`.
+    """Policy by the name of tables, such as `h2o:drop`, as it is spelled in rows: with the usual
+    numbers of parameters that are not named, whatever was measured of a model.
 
     Raises:
         UnknownName: the preset or variant does not exist; see also `Policy.parse`.
     """
-    return PolicyVariant(name, Policy.parse(name))
+    return PolicyVariant(name, replace(Policy.parse(name), unnamed=frozenset()))
