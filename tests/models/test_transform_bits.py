@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from larder.core import BadParameter
+from architectures import families_hybrid, families_latent
+from larder.core import BadParameter, ModelError
 from larder.models import (
     MEASUREMENTS,
     REQUEST,
@@ -19,12 +20,14 @@ from larder.models import (
     copy_maxima,
     known_numbers,
     with_companions,
+    wrap_model,
 )
 from larder.models.measurements import transform_bits
-from larder.policy import USUAL_BITS, Transform
+from larder.policy import USUAL_BITS, Exact, Transform
 from larder.session import Policy
 from measurements import SAMPLE, encode
 from model_attention import heads_of
+from tiny_models import tiny
 
 FEW = BitsMeasurement(context=256, following=12, cue=4, passages=2)
 
@@ -86,7 +89,7 @@ def test_entries_are_those_of_the_policy_larder(calibrated) -> None:
     entries = storage.entries(256 // 16, spec.managed, spec.dtype.itemsize)
     planner = policy.planner
     quotas = planner.quotas(entries, 256, tuple(passage.scores), {})
-    full = transform_bits._copied(passage.cache, storage, spec.fingerprint)
+    full = transform_bits._copied(passage.cache, storage)
     ready = {
         index: transform_bits._scored(planner, full, index, scores, entries)
         for index, scores in passage.scores.items()
@@ -126,6 +129,35 @@ def test_numbers_are_one_candidate_for_all_layers(calibrated, monkeypatch) -> No
     numbers = calibrate(calibrated, encode, frozenset({"transform_bits"}))["transform_bits"]
     assert len(numbers) == 3 and len(set(numbers)) == 1 and numbers[0] in FEW.candidates
     assert known_numbers(calibrated.spec.fingerprint, "transform_bits") == numbers
+
+
+def test_models_that_transforms_do_not_fit_are_refused(calibrated, monkeypatch) -> None:
+    """So that `larder model calibrate` goes on with other measurements."""
+    monkeypatch.setattr(transform_bits, "SHARES", (1 / 200,))
+    with pytest.raises(ModelError, match=r"cannot hold this model's entries: The budget of"):
+        calibrate(calibrated, encode, frozenset({"transform_bits"}))
+
+
+def model_with(layers: str) -> Any:
+    if layers == "windows":
+        return tiny("gemma3")
+    name, families = {
+        "shared entries": ("Gemma 3n", families_latent.FAMILIES),
+        "recurrent states": ("LFM2", families_hybrid.FAMILIES),
+    }[layers]
+    (family,) = (family for family in families if family.name == name)
+    return family.model()
+
+
+@pytest.mark.parametrize("layers", ["windows", "shared entries", "recurrent states"])
+def test_copies_of_a_cache_say_what_it_says(larder_home, layers: str) -> None:
+    """As long as nothing is coded."""
+    with wrap_model(model_with(layers)) as decoder:
+        passage = FEW._passage(decoder, SAMPLE.ids(268), tuple(encode(REQUEST)))
+        copied = transform_bits._copied(passage.cache, Exact())
+        for probe in passage.probes:
+            logits = transform_bits._logits(decoder, copied, probe.ids, probe.first)
+            assert torch.allclose(logits, probe.logits, atol=1e-4)
 
 
 def test_a_full_cache_at_many_bits_loses_nothing(calibrated, monkeypatch) -> None:

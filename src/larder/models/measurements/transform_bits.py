@@ -24,7 +24,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.cache.sequence import SequenceCache
-from larder.core.errors import BadParameter
+from larder.core.errors import BadParameter, BudgetError, CacheError, ModelError, UsageError
 from larder.core.family import Family
 from larder.core.observation import LayerScores, Observation
 from larder.core.types import Mode, TokenIds
@@ -38,6 +38,7 @@ from larder.policy.compensation.drop import Drop
 from larder.policy.planner import Planner
 from larder.policy.protect import Protect
 from larder.policy.scorers.reconstruct import Reconstruct
+from larder.policy.storage.base import Storage
 from larder.policy.storage.exact import Exact
 from larder.policy.storage.transform import USUAL_BITS, Transform
 
@@ -109,8 +110,11 @@ class BitsMeasurement(Measurement):
         if not decoder.spec.managed:
             return ()
         calibrate(decoder, sample.encode, frozenset({"transform"}))
-        bits = best_bits(self.divergences(decoder, sample), self.tolerance)
-        return (bits,) * len(decoder.spec.managed)
+        try:
+            lost = self.divergences(decoder, sample)
+        except (BudgetError, CacheError, UsageError) as error:
+            raise ModelError(f"transform() cannot hold this model's entries: {error}") from None
+        return (best_bits(lost, self.tolerance),) * len(decoder.spec.managed)
 
     def divergences(self, decoder: Decoder, sample: SampleText) -> dict[float, tuple[float, ...]]:
         """Nats per token lost with each candidate: by budget, of what follows and of a recital."""
@@ -209,7 +213,7 @@ def _coded(
     tokens = int(share * length * BFLOAT16_BYTES / itemsize)
     entries = storage.entries(tokens, spec.managed, itemsize)
     planner = Planner(Protect(), Reconstruct(), BUDGETS.load("global")(), Drop(), storage=storage)
-    cache = _copied(passage.cache, storage, spec.fingerprint)
+    cache = _copied(passage.cache, storage)
     ready = {
         index: _scored(planner, cache, index, passage.scores[index], entries) for index in layers
     }
@@ -219,15 +223,17 @@ def _coded(
     return cache
 
 
-def _copied(full: SequenceCache, storage: Transform, fingerprint: str) -> SequenceCache:
+def _copied(full: SequenceCache, storage: Storage) -> SequenceCache:
     cache = SequenceCache(full.spec, storage.form, transform=storage.transform)
     for index, store in enumerate(cache.layers):
+        if store.layer.kv_source is not None:  # it holds no entries
+            continue
         own = full.entries(index)
         heads = range(len(own.lengths))
         keys = torch.stack([own.head_keys(head) for head in heads])
         values = torch.stack([own.head_values(head) for head in heads])
         store.append(keys, values, own.head_positions(0))
-    cache.advance(full.next_position)
+    cache.advance(full.next_position, full.recurrent)
     return cache
 
 
