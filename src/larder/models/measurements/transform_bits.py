@@ -226,8 +226,6 @@ def _coded(
 def _copied(full: SequenceCache, storage: Storage) -> SequenceCache:
     cache = SequenceCache(full.spec, storage.form, transform=storage.transform)
     for index, store in enumerate(cache.layers):
-        if store.layer.kv_source is not None:  # it holds no entries
-            continue
         own = full.entries(index)
         heads = range(len(own.lengths))
         keys = torch.stack([own.head_keys(head) for head in heads])
