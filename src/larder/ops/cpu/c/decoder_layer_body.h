@@ -105,30 +105,34 @@ TARGET INLINE floats NAME(add_products)(floats sum, words weights, const void *r
 #define ROW_BYTES sizeof(float)
 #endif
 
-/* Lane sums of 16 outputs with `count` rows, TOGETHER outputs at a time. Beside them weights are
- * fetched: where `next` is NULL those BYTES_AHEAD, else STEP_LINES lines a step from `next` on. */
+/* Products of `count` rows with 16 outputs, TOGETHER outputs at a time, whose lanes are summed while
+ * the processor is at those behind them. Beside them weights are fetched: `lines` lines a step from
+ * `next` on, or where that is none those BYTES_AHEAD. */
 TARGET INLINE void NAME(sum_products)(const number *matrix, int64_t size, const char *rows,
-                                   int count, const char *next, floats *sums) {
-    for (int first = 0; first < LANES; first += TOGETHER) {
-        const number *own = matrix + first * size;
-        floats totals[TOGETHER][MOST_ROWS] = {{{0}}};
+                                   int count, const char *next, int lines, floats *out) {
+    floats fours[MOST_ROWS][LANES / TOGETHER];
+    for (int group = 0; group < LANES / TOGETHER; group++) {
+        const number *own = matrix + group * TOGETHER * size;
+        floats totals[MOST_ROWS][TOGETHER] = {{{0}}};
         for (int64_t d = 0; d < size; d += CHUNK) {
-            for (int line = 0; next && line < STEP_LINES; line++, next += LINE_BYTES)
+            for (int line = 0; line < lines; line++, next += LINE_BYTES)
                 __builtin_prefetch(next, 0, 2);
             for (int t = 0; t < TOGETHER; t++) {
                 words weights;
                 memcpy(&weights, own + t * size + d, sizeof weights);
-                if (!next)
+                if (!lines)
                     __builtin_prefetch((const char *)(own + t * size + d) + BYTES_AHEAD, 0, 2);
                 for (int r = 0; r < count; r++)
-                    totals[t][r] = NAME(add_products)(totals[t][r], weights,
+                    totals[r][t] = NAME(add_products)(totals[r][t], weights,
                                                    rows + r * size * (int64_t)ROW_BYTES, d);
             }
         }
         for (int r = 0; r < count; r++)
-            for (int t = 0; t < TOGETHER; t++)
-                sums[r * LANES + first + t] = totals[t][r];
+            fours[r][group] =
+                NAME(sum_fours)(totals[r][0], totals[r][1], totals[r][2], totals[r][3]);
     }
+    for (int r = 0; r < count; r++)
+        out[r] = NAME(join_fours)(fours[r][0], fours[r][1], fours[r][2], fours[r][3]);
 }
 
 /* Products of at most MOST_ROWS rows with 16 outputs, as float32. Tile `tile` of several fetches its
@@ -138,25 +142,20 @@ TARGET static void NAME(dot)(const struct products *all, const number *matrix, c
     const char *rows = (const char *)all->rows + first * all->size * (int64_t)ROW_BYTES;
     const char *part = (const char *)next + tile * STEP_LINES * LINE_BYTES *
                                                 (LANES / TOGETHER) * (all->size / CHUNK);
-    floats sums[MOST_ROWS * LANES];
-#define SUM(count) NAME(sum_products)(matrix, all->size, rows, count, NULL, sums)
-#define SUM_TILE(count) NAME(sum_products)(matrix, all->size, rows, count, part, sums)
+#define SUM(count, lines) NAME(sum_products)(matrix, all->size, rows, count, part, lines, out)
     switch (tile < 0 ? count : count + MOST_ROWS) {
-    case 1: SUM(1); break;
-    case 2: SUM(2); break;
-    case 3: SUM(3); break;
-    case 4: SUM(4); break;
-    case 5: SUM(5); break;
-    case 6: SUM(6); break;
-    case 3 + MOST_ROWS: SUM_TILE(3); break;
-    case 4 + MOST_ROWS: SUM_TILE(4); break;
-    case 5 + MOST_ROWS: SUM_TILE(5); break;
-    default: SUM_TILE(6);
+    case 1: SUM(1, 0); break;
+    case 2: SUM(2, 0); break;
+    case 3: SUM(3, 0); break;
+    case 4: SUM(4, 0); break;
+    case 5: SUM(5, 0); break;
+    case 6: SUM(6, 0); break;
+    case 3 + MOST_ROWS: SUM(3, STEP_LINES); break;
+    case 4 + MOST_ROWS: SUM(4, STEP_LINES); break;
+    case 5 + MOST_ROWS: SUM(5, STEP_LINES); break;
+    default: SUM(6, STEP_LINES);
     }
 #undef SUM
-#undef SUM_TILE
-    for (int64_t r = 0; r < count; r++)
-        out[r] = NAME(sum_each)(sums + r * LANES);
 }
 
 /* Products of rows [from, to) with blocks [start, stop) of outputs. Rows are cut into tiles of nearly

@@ -57,35 +57,48 @@ TARGET INLINE floats NAME(load)(const void *row, int64_t first, int64_t dim, int
     return loaded;
 }
 
-/* Lanes of two vectors: every second one, pair and four of both, and both halves. */
-#define LANE_PATTERNS \
+/* Lanes of two vectors: every second one and pair of both; every four and half of both. */
+#define LANE_PAIRS \
     const ints even = {0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30};                 \
     const ints odd = {1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31};                  \
     const ints even_pairs = {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29};            \
-    const ints odd_pairs = {2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31};           \
+    const ints odd_pairs = {2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31};
+#define LANE_FOURS \
     const ints even_fours = {0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27};            \
     const ints odd_fours = {4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31};           \
     const ints lower = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};                   \
     const ints upper = {8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31};
 
+/* Sums of every four lanes of four vectors: lane 4 * k + i of the result is that of lanes [4 * k,
+ * 4 * k + 4) of vector i. */
+TARGET INLINE floats NAME(sum_fours)(floats a, floats b, floats c, floats d) {
+    LANE_PAIRS
+    floats first = __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, odd);
+    floats second = __builtin_shuffle(c, d, even) + __builtin_shuffle(c, d, odd);
+    return __builtin_shuffle(first, second, even_pairs) + __builtin_shuffle(first, second, odd_pairs);
+}
+
+/* From four results of `sum_fours`: lane 4 * k + i of the result is the sum of lanes i, i + 4, i + 8
+ * and i + 12 of vector k. */
+TARGET INLINE floats NAME(join_fours)(floats a, floats b, floats c, floats d) {
+    LANE_FOURS
+    floats first = __builtin_shuffle(a, b, even_fours) + __builtin_shuffle(a, b, odd_fours);
+    floats second = __builtin_shuffle(c, d, even_fours) + __builtin_shuffle(c, d, odd_fours);
+    return __builtin_shuffle(first, second, lower) + __builtin_shuffle(first, second, upper);
+}
+
 /* Lane i of the result is the sum of the lanes of sums[i]. */
-TARGET INLINE floats NAME(sum_each)(floats *sums) {
-    LANE_PATTERNS
-    for (int i = 0; i < 8; i++)
-        sums[i] = __builtin_shuffle(sums[2 * i], sums[2 * i + 1], even) +
-                  __builtin_shuffle(sums[2 * i], sums[2 * i + 1], odd);
-    for (int i = 0; i < 4; i++)
-        sums[i] = __builtin_shuffle(sums[2 * i], sums[2 * i + 1], even_pairs) +
-                  __builtin_shuffle(sums[2 * i], sums[2 * i + 1], odd_pairs);
-    for (int i = 0; i < 2; i++)
-        sums[i] = __builtin_shuffle(sums[2 * i], sums[2 * i + 1], even_fours) +
-                  __builtin_shuffle(sums[2 * i], sums[2 * i + 1], odd_fours);
-    return __builtin_shuffle(sums[0], sums[1], lower) + __builtin_shuffle(sums[0], sums[1], upper);
+TARGET INLINE floats NAME(sum_each)(const floats *sums) {
+    floats fours[4];
+    for (int i = 0; i < 4; i++, sums += 4)
+        fours[i] = NAME(sum_fours)(sums[0], sums[1], sums[2], sums[3]);
+    return NAME(join_fours)(fours[0], fours[1], fours[2], fours[3]);
 }
 
 /* Lane i of row j becomes lane j of row i. */
 TARGET INLINE void NAME(transpose)(floats *rows) {
-    LANE_PATTERNS
+    LANE_PAIRS
+    LANE_FOURS
 #define EXCHANGE(distance, first, second)                                                           \
     for (int i = 0; i < LANES; i++)                                                             \
         if (!(i & distance)) {                                                                      \

@@ -4,4 +4,5 @@
 #undef ints
 #undef words
 #undef halves
-#undef LANE_PATTERNS
+#undef LANE_PAIRS
+#undef LANE_FOURS
