@@ -125,6 +125,28 @@ def test_prompts_read_together_are_bitwise_those_read_alone(monkeypatch, runs, d
     assert torch.equal(together, torch.cat([logits([text]) for text in texts]))
 
 
+@by_dtype
+def test_rows_that_are_asked_for_alone_pass_the_last_layer(monkeypatch, dtype):
+    take_rows(monkeypatch, 64)
+    decoder, texts = a_decoder("qwen3", dtype, layers=3), [some_ids(20), some_ids(31, seed=2)]
+    finish, seen = decoder_layer.LayerRows.finish_layer, list[int]()
+
+    def noted(self, layer, attended):
+        seen.append(attended.shape[1])
+        finish(self, layer, attended)
+
+    monkeypatch.setattr(decoder_layer.LayerRows, "finish_layer", noted)
+
+    def logits(indices: list[int]) -> torch.Tensor:
+        segments = [BatchSegment(SequenceCache(decoder.spec, "dense"), text) for text in texts]
+        return decoder.forward_logits(segments, Mode.APPEND, indices)
+
+    whole = logits(list(range(51)))
+    assert seen[-3:] == [51, 51, 51]
+    assert torch.equal(logits([19, 50, 3]), whole[[19, 50, 3]])
+    assert seen[-3:] == [51, 51, 3]
+
+
 @pytest.mark.parametrize("name", ["phi3", "gemma3"])
 def test_other_architectures_use_the_models_layers(runs, name):
     decoder = a_decoder(name)

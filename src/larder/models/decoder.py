@@ -353,6 +353,7 @@ class Decoder:
         before_layer = self.interruptions.before_layer(num_tokens, head)
         with self._forward_batch(segments, mode, observer, inputs) as batch:
             batch.before_layer = before_layer
+            batch.output_rows = options.get("logits_to_keep")
             with head:
                 return module(**self._arguments(batch), **options)
 

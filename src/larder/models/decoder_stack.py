@@ -19,7 +19,7 @@ from operator import attrgetter, contains, is_, itemgetter
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.modules.module import (
     _global_forward_hooks,  # pyright: ignore[reportPrivateUsage]
@@ -185,7 +185,7 @@ class DecoderStack(nn.Module):
         attention: LayerAttention,
         num_layers: int,
     ) -> Float[Tensor, "1 N hidden"]:
-        """States behind the first layers."""
+        """States behind the first layers; behind the last one of rows that are asked for alone."""
         rows = self._kernels.rows(self._sizes, states[0], angles[0][0], angles[1][0])
         for weights, layer in zip(self._weights[:num_layers], self._spec.layers, strict=False):
             number, own = self._spec.number_of(layer.index), self._layers[layer.index]
@@ -195,8 +195,26 @@ class DecoderStack(nn.Module):
             inputs = AttentionInputs(
                 number, queries, keys, values, layer.scaling, layer.sliding_window
             )
-            rows.finish_layer(weights, attention.attend(inputs))
+            attended, kept = attention.attend(inputs), None
+            if layer.index == len(self._weights) - 1:
+                kept = self._output_rows(attention)
+            if kept is None:
+                rows.finish_layer(weights, attended)
+                continue
+            last = self._kernels.rows(self._sizes, rows.states[kept], *(a[0, kept] for a in angles))
+            last.finish_layer(weights, attended[:, kept])
+            rows.states[kept] = last.states
         return rows.states[None]
+
+    def _output_rows(self, attention: LayerAttention) -> Int[Tensor, " M"] | None:
+        """Rows whose states behind the last layer are asked for; None to pass all rows through it.
+
+        A GPU gets all, as its products of fewer rows round otherwise.
+        """
+        if not isinstance(attention, ForwardBatch) or self._spec.device.type != "cpu":
+            return None
+        rows = attention.output_rows
+        return rows if rows is not None and len(rows) < attention.num_tokens else None
 
     @torch.no_grad()
     def _equals_first_layer(self) -> bool:

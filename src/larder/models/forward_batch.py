@@ -60,6 +60,8 @@ class ForwardBatch:
         # Further keyword arguments of the model.
         self.options: dict[str, Any] = {}
         self.before_layer: BeforeLayer = no_calls
+        # Packed tokens whose states behind the last layer are asked for; None for all.
+        self.output_rows: Int[Tensor, " N"] | None = None
         self.mode = mode
         self._spec = segments[0].cache.spec
         self._observer = observer
