@@ -40,6 +40,16 @@ class StepTables(ABC):
     def take_rows(self) -> NDArray[np.int64]:
         """Fields of `struct step_row` by layer."""
 
+    @property
+    def block_room(self) -> int:
+        """Tokens of a block that kernels can write behind the entries of every layer; 0 in forms
+        that take steps alone."""
+        return 0
+
+    def count_block(self, count: int) -> None:
+        """Count the entries of a block that kernels have written, in every layer."""
+        raise NotImplementedError  # forms with a `block_room` have it
+
     @abstractmethod
     def count_step(self) -> None:
         """Count the entry that was written behind each head of every layer."""
@@ -137,13 +147,23 @@ class DenseStepTables(StepTables):
                 layer.replaced_bytes = 0
         return self._table.rows
 
+    @property
+    def block_room(self) -> int:
+        return self._room
+
+    def count_block(self, count: int) -> None:
+        self._lengths += count
+        self._room -= count
+        self._num_steps += 1
+        self._layers[0].count_steps(self._layers, count)
+
     def count_step(self) -> None:
         self._lengths += 1
         self._room -= 1
         self._num_steps += 1
 
     def settle(self) -> None:
-        self._layers[0].count_steps(self._layers)
+        self._layers[0].count_steps(self._layers, 1)
 
     def end_step(self) -> None:
         """Free nothing: dense forms evict by plans."""

@@ -63,6 +63,12 @@ class LayerSpec:
         return 0 * positions if self.sliding_window is None else positions - self.sliding_window + 1
 
     @property
+    def is_causal(self) -> bool:
+        """True if a query sees all tokens before it, by plain softmax over its own layer's keys."""
+        others = self.sliding_window, self.kv_source, self.softcap, self.chunk
+        return others == (None, None, None, None) and not (self.sinks or self.latent_rank)
+
+    @property
     def is_managed(self) -> bool:
         """True if a budget governs the layer: entries of its own, and no sliding window."""
         return self.sliding_window is None and self.kv_source is None

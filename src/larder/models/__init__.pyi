@@ -9,6 +9,7 @@ from .attention_backend import register_backend as register_backend
 from .attention_survey import AttentionSurvey as AttentionSurvey
 from .attention_survey import check_attention_kinds as check_attention_kinds
 from .batch_segment import BatchSegment as BatchSegment
+from .batch_segment import PassTables as PassTables
 from .cacheblend import RECOMPUTE_SHARE as RECOMPUTE_SHARE
 from .cacheblend import ContextChunk as ContextChunk
 from .cacheblend import blend as blend

@@ -6,7 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import numpy as np
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -14,10 +17,21 @@ from larder.cache.forms.base import AttentionCall, CacheLayer
 from larder.cache.new_tokens import NewTokens
 from larder.cache.sequence import SequenceCache
 from larder.core.images import NO_IMAGES, ImageSpans
-from larder.core.types import AppendKind, Queries
-from larder.ops.block_attention import FEWEST_QUERIES, BlockAttention
+from larder.core.spec import LayerSpec
+from larder.core.types import AppendKind, Keys, Queries, Values
+from larder.ops.block_attention import FEWEST_QUERIES, BlockAttention, is_faster
 from larder.ops.cpu.block_attention import BlockWork
-from larder.ops.cpu.segment_attention import StepWork, attend_segments, can_join
+from larder.ops.cpu.decode_attention import MAX_HEAD_DIM, MAX_QUERY_ROWS
+from larder.ops.cpu.segment_attention import (
+    PassAttention,
+    StepWork,
+    attend_segments,
+    can_attend_pass,
+    can_join,
+)
+
+if TYPE_CHECKING:  # the form imports it, where it is needed
+    from larder.cache.step_tables import StepTables
 
 
 @dataclass(frozen=True)
@@ -144,3 +158,72 @@ class BlockSegments:
         work = self._works.get(index)
         state = self._calls[index]() if work is None else work.state
         return layer.finish_attention(new, state)
+
+
+class PassTables:
+    """Storages of a pass that reads blocks, with decode steps beside them or without, as tables.
+
+    One call attends in each layer, and none is made for each sequence. For caches that hold plain
+    entries of full precision, no policy of which observes the pass.
+
+    Args:
+        tables: of each segment.
+        widths: tokens of each.
+    """
+
+    def __init__(self, tables: Sequence[StepTables], widths: Sequence[int]) -> None:
+        self._tables, self._widths = tables, widths
+        rows = np.stack([own.take_rows() for own in tables], 1)
+        self._attention = PassAttention(rows, widths)
+
+    @staticmethod
+    def of(segments: Sequence[BatchSegment], dtype: torch.dtype) -> PassTables | None:
+        """Tables of caches over keys and values of that type; None where layers are asked for each
+        segment."""
+        widths = [segment.num_tokens for segment in segments]
+        is_served = (
+            max(widths) >= FEWEST_QUERIES
+            and all(width == 1 or width >= FEWEST_QUERIES for width in widths)
+            and all(map(_is_plain_text, segments))
+            and _are_plain_layers(segments[0].cache.spec.layers, dtype)
+        )
+        if not is_served:
+            return None
+        found = [segment.cache.step_layout(dtype) for segment in segments]
+        tables = [own for own in found if own is not None]
+        fits = map(_has_room, tables, widths)
+        return PassTables(tables, widths) if len(tables) == len(found) and all(fits) else None
+
+    def attend(
+        self, layer: LayerSpec, sides: tuple[Queries, Keys, Values]
+    ) -> Float[Tensor, "H N D"]:
+        """Output of a layer, to which all tokens are appended. Raises: MemoryError."""
+        return self._attention.attend(layer.index, *sides, layer.scaling)
+
+    def finish(self) -> None:
+        """Count the tokens, which all layers have."""
+        for own, width in zip(self._tables, self._widths, strict=True):
+            own.count_block(width)
+
+
+def _is_plain_text(segment: BatchSegment) -> bool:
+    """True for one text behind the entries of a cache that has tables for blocks."""
+    is_plain = not (segment.reread_ids or segment.shift or segment.images.spans)
+    return is_plain and len(segment.section_lengths) == 1 and segment.cache.always_has_tables
+
+
+def _are_plain_layers(layers: Sequence[LayerSpec], dtype: torch.dtype) -> bool:
+    """True if a kernel attends to blocks in all of these layers, and faster than torch does."""
+    first = layers[0]
+    return (
+        can_attend_pass()
+        and all(each.is_causal for each in layers)
+        and first.query_heads // first.kv_heads <= MAX_QUERY_ROWS
+        and first.head_dim <= MAX_HEAD_DIM
+        and first.head_dim % 2 == 0
+        and is_faster(dtype, first.head_dim)
+    )
+
+
+def _has_room(tables: StepTables, width: int) -> bool:
+    return tables.block_room >= width

@@ -155,6 +155,7 @@ class DecoderStack(nn.Module):
             tabulate = larder.step_tables(hidden_states.dtype)
             if tabulate is not None:
                 return self._step(hidden_states, position_embeddings, larder, tabulate)
+            larder.start_pass(hidden_states.dtype)
         return self._run(hidden_states, position_embeddings, larder, len(self._weights))
 
     def _can_step(self) -> bool:

@@ -21,7 +21,7 @@ from larder.cache.recurrent_state import NO_STATE, RecurrentState
 from larder.core.errors import ModelError
 from larder.core.types import Keys, Mode, Queries, Values
 from larder.models.attention_backend import AttentionInputs, SteppedSegments
-from larder.models.batch_segment import BatchSegment
+from larder.models.batch_segment import BatchSegment, PassTables
 from larder.models.call_interruption import BeforeLayer, no_calls
 from larder.models.observers import LayerActivations, Observer
 from larder.models.step_layouts import StepLayouts
@@ -82,6 +82,7 @@ class ForwardBatch:
         # Storages of layers to which segments have not attended yet.
         self._storages: dict[int, list[StepStorage | None]] = {}
         self._layouts: StepLayouts | None = None
+        self._pass: PassTables | None = None  # storages of all layers, for one call in each
         self._paged = self._steps_over_pages()
         for segment in segments:
             for tier in segment.cache.tiers:
@@ -177,6 +178,8 @@ class ForwardBatch:
         if inputs.temperature is not None:
             queries = inputs.queries_at(torch.cat(self._positions_on(queries.device)))
         sides = queries, inputs.keys, inputs.values
+        if self._pass is not None:
+            return self._pass.attend(self._spec.layers[layer], sides)
         blocks = self._block_segments(layer, *sides)
         stepped = self._attend_together(layer, sides, blocks)
         if stepped is not None and len(stepped.segments) == len(self.segments):
@@ -184,6 +187,18 @@ class ForwardBatch:
             return stepped.out
         done = {} if stepped is None else stepped.by_segment()
         return self._attend_rest(layer, sides, blocks, done)
+
+    def start_pass(self, dtype: torch.dtype) -> None:
+        """Attend by one call in each layer, where all caches have tables for it.
+
+        For a caller that passes all tokens through every layer, without gradients.
+
+        Args:
+            dtype: of keys and values.
+        """
+        is_observed = self._observer is not None or bool(self.captured)
+        if self.mode is Mode.APPEND and not is_observed and self._paged is None:
+            self._pass = PassTables.of(self.segments, dtype)
 
     def _attend_together(
         self, layer: int, sides: tuple[Queries, Keys, Values], blocks: BlockSegments | None
@@ -374,6 +389,8 @@ class ForwardBatch:
             raise ModelError(f"Layers {sorted(missed)} never called attention in this batch.")
         if self._layouts is not None:
             self._layouts.end_step()
+        if self._pass is not None:
+            self._pass.finish()
         if self._paged is not None:
             self._paged.evict()
         if self.mode is Mode.APPEND:

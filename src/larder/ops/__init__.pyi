@@ -42,6 +42,7 @@ from .cpu.decoder_layer import max_rows as max_rows
 from .cpu.gemv import without_onednn as without_onednn
 from .cpu.removal import RemovalTable as RemovalTable
 from .cpu.removal import removes_together as removes_together
+from .cpu.segment_attention import PassAttention as PassAttention
 from .cpu.segment_attention import StepWork as StepWork
 from .cpu.segment_attention import attend_segments as attend_segments
 from .cpu.segment_attention import can_join as can_join

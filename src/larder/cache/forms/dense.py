@@ -118,12 +118,12 @@ class DenseLayer(SegmentedLayer):
         return self._capacity - self._length
 
     @staticmethod
-    def count_steps(layers: Sequence[DenseLayer]) -> None:
-        """Count one entry in each layer, which a kernel has written behind `start_steps`."""
+    def count_steps(layers: Sequence[DenseLayer], count: int) -> None:
+        """Count tokens in each layer, which a kernel has written behind `start_steps`."""
         for layer in layers:
-            layer._length += 1
+            layer._length += count
         usages = (layer.usage for layer in layers)
-        MemoryUsage.add_entries_each(usages, layers[0].layer.kv_heads)
+        MemoryUsage.add_entries_each(usages, count * layers[0].layer.kv_heads)
 
     def apply(self, plan: Plan) -> None:
         rows = self._chosen(plan).to(self._keys.device)

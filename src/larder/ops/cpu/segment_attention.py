@@ -14,6 +14,7 @@ from functools import cache
 import numpy as np
 import torch
 from jaxtyping import Float
+from numpy.typing import NDArray
 from torch import Tensor
 
 from larder.ops.cpu.block_attention import BlockWork
@@ -29,6 +30,18 @@ class SegmentCall(ctypes.Structure):
         ("count", INTEGER),
         *((name, POINTER) for name in ("step", "starts", "lengths")),
         ("threads", INTEGER),
+    ]
+
+
+class PassCall(ctypes.Structure):
+    """`struct pass_call` of c/pass_attention.c."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("rows", "firsts", "queries", "keys", "values", "outs")),
+        *((name, INTEGER) for name in ("count", "tokens", "heads", "kv_heads")),
+        *((name, INTEGER) for name in ("head_dim", "item_bytes")),
+        ("scaling", ctypes.c_float),
+        ("threads", ctypes.c_int32),
     ]
 
 
@@ -143,3 +156,60 @@ def attend_segments(blocks: Sequence[BlockWork], step: StepWork | None) -> None:
         raise MemoryError("Attention of a pass could not allocate its buffers.")
     if step is not None:
         step.attend_coded()
+
+
+@cache
+def can_attend_pass() -> bool:
+    """True if one call takes a layer of a pass; a library of an older version does not."""
+    return hasattr(c_library(), "larder_attend_pass")
+
+
+class PassAttention:
+    """Attention of a pass over storages whose addresses are known: one call for each layer.
+
+    A sequence with one token is a decode step, others read a block. Each has the bits that it has
+    in `attend_segments`. Tokens are written behind the entries; lengths are the caller's to change.
+
+    Args:
+        rows: fields of `struct step_row` of c/decode_attention.h, by layer and sequence.
+        widths: tokens of each sequence.
+    """
+
+    def __init__(self, rows: NDArray[np.int64], widths: Sequence[int]) -> None:
+        self._rows = rows
+        self._firsts = np.cumsum([0, *widths], dtype=np.int64)
+        self._call = PassCall(
+            firsts=self._firsts.ctypes.data,
+            count=len(widths),
+            tokens=int(self._firsts[-1]),
+            threads=torch.get_num_threads(),
+        )
+
+    def attend(
+        self,
+        layer: int,
+        queries: Float[Tensor, "H Q D"],
+        keys: Float[Tensor, "K Q D"],
+        values: Float[Tensor, "K Q D"],
+        scaling: float,
+    ) -> Float[Tensor, "H Q D"]:
+        """Append the tokens to the storages of a layer, and attend.
+
+        Args:
+            scaling: of the logits.
+
+        Raises:
+            MemoryError: buffers could not be allocated; only rows behind the entries are changed.
+        """
+        library, call = c_library(), self._call
+        assert library is not None, "callers ask can_attend_pass() first"
+        queries, keys, values = (side.contiguous() for side in (queries, keys, values))
+        out = torch.empty_like(queries)
+        call.rows, call.scaling = self._rows[layer].ctypes.data, scaling
+        call.queries, call.outs = queries.data_ptr(), out.data_ptr()
+        call.keys, call.values = keys.data_ptr(), values.data_ptr()
+        call.heads, call.kv_heads = queries.shape[0], keys.shape[0]
+        call.head_dim, call.item_bytes = queries.shape[2], queries.element_size()
+        if library.larder_attend_pass(byref(call)):
+            raise MemoryError("Attention of a pass could not allocate its buffers.")
+        return out
