@@ -14,9 +14,9 @@ from torch import Tensor
 
 from larder.core.codec import Codec, ResidualSpec, TransformSpec
 from larder.core.errors import CacheError, UsageError
-from larder.core.family import Family
 from larder.core.part import Ledger
 from larder.core.recall import OffloadSpec
+from larder.core.registry import Family
 from larder.core.spec import LayerPairing, LayerSpec, ModelSpec, RecomputeSpec
 
 if TYPE_CHECKING:

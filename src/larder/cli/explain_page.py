@@ -12,7 +12,7 @@ from jaxtyping import Int
 from larder.cache.sequence import SequenceCache
 from larder.cli.question_run import QuestionOutcome, QuestionRun
 from larder.core.conversation import Conversation, Message, PromptLayout
-from larder.core.family import public_name
+from larder.core.registry import public_name
 from larder.explain import Explanation, PageAnswer, PageEpisode, PageMessage, token_texts
 from larder.session.episodes.clustering import episode_keywords
 from larder.session.transcript.tokenizer_adapter import ACKNOWLEDGEMENT

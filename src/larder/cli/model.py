@@ -14,7 +14,7 @@ from larder.cli.console import make_table, results_console
 from larder.cli.errors import SCHEMA, print_document
 from larder.cli.options import HelpGroup, OutputOptions, command
 from larder.core.errors import ModelError, UnknownName
-from larder.core.family import unknown_name_message
+from larder.core.registry import unknown_name_message
 
 if TYPE_CHECKING:  # the commands that need no model do without torch
     from larder.models.calibration import CalibrationOutcome

@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any
 
 from larder.core.errors import UnknownName
-from larder.core.family import LISTING, public_name, unknown_name_message
+from larder.core.registry import LISTING, public_name, unknown_name_message
 from larder.core.spelling import Value, parse, spell
 from larder.policy.attention_reduction import NoAggregation, NoHeadRule
 from larder.policy.protect import Protect

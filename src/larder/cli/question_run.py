@@ -12,9 +12,9 @@ from larder.cli.startup import resume_collection
 from larder.cli.store_options import print_resume_result
 from larder.core.conversation import Conversation, Question
 from larder.core.errors import BadParameter, LarderError, UsageError
-from larder.core.family import public_name
 from larder.core.memory_budget import MemoryBudget
 from larder.core.progress import ProgressStage
+from larder.core.registry import public_name
 from larder.core.spec import ModelSpec
 from larder.engine.answer import Answer
 from larder.engine.detokenizer import discard_text

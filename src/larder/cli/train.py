@@ -13,7 +13,7 @@ from larder.cli.console import make_table, results_console
 from larder.cli.errors import SCHEMA, print_document
 from larder.cli.options import OutputOptions, command
 from larder.core.errors import UnknownName, UsageError
-from larder.core.family import unknown_name_message
+from larder.core.registry import unknown_name_message
 
 if TYPE_CHECKING:
     from larder.models.learned_weights import Card, LearnedWeights

@@ -34,9 +34,6 @@ from .errors import Superseded as Superseded
 from .errors import TooLittle as TooLittle
 from .errors import UnknownName as UnknownName
 from .errors import UsageError as UsageError
-from .family import Family as Family
-from .family import public_name as public_name
-from .family import unknown_name_message as unknown_name_message
 from .home import LOCAL_PRINCIPAL as LOCAL_PRINCIPAL
 from .images import ImageSpans as ImageSpans
 from .images import spans_of as spans_of
@@ -75,6 +72,9 @@ from .recall import PrefillRecall as PrefillRecall
 from .recall import RecallIndex as RecallIndex
 from .recall import RecallPart as RecallPart
 from .recall import SearchMode as SearchMode
+from .registry import Family as Family
+from .registry import public_name as public_name
+from .registry import unknown_name_message as unknown_name_message
 from .session_name import branch_name as branch_name
 from .session_name import check_session_name as check_session_name
 from .session_name import root_name as root_name

@@ -21,9 +21,9 @@ from torch import Tensor
 from larder.core.arguments import require
 from larder.core.codec import Codec, TransformSpec
 from larder.core.errors import BadParameter
-from larder.core.family import Family, public_name
 from larder.core.observation import Entries
 from larder.core.part import PolicyPart
+from larder.core.registry import Family, public_name
 from larder.core.spec import LayerSpec
 from larder.core.spelling import build, parse, spell
 

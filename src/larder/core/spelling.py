@@ -2,7 +2,7 @@
 
     whole() > protect(sinks=4, recent=32) > snapkv(window=32) > pooled(tokens=512) > drop()
 
-A part is a frozen dataclass with a public name (`larder.core.family`). Parameters are named; one
+A part is a frozen dataclass with a public name (`larder.core.registry`). Parameters are named; one
 that is None is open and is not printed. Parsing the printed form gives the same part.
 """
 
@@ -20,7 +20,7 @@ from functools import cache
 from typing import Any, TypeGuard, Union, get_args, get_origin, get_type_hints
 
 from larder.core.errors import BadParameter, SpellingError, UnknownName
-from larder.core.family import public_name
+from larder.core.registry import public_name
 
 Value = int | float | str | None
 

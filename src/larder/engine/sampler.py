@@ -14,7 +14,7 @@ from torch import Tensor
 
 from larder.core.arguments import check_integer, check_number, check_type, require
 from larder.core.errors import BadParameter, UnknownName
-from larder.core.family import unknown_name_message
+from larder.core.registry import unknown_name_message
 
 if TYPE_CHECKING:
     from larder.engine.constraint import ConstraintMatcher

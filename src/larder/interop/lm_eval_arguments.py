@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from larder.core.errors import UsageError
-from larder.core.family import unknown_name_message
+from larder.core.registry import unknown_name_message
 from larder.engine.completion import CompletionOptions
 from larder.engine.engine import Engine
 from larder.engine.sampler import SamplingParams

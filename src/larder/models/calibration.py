@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from larder.core.errors import ModelError
-from larder.core.family import Family
 from larder.core.home import home
 from larder.core.observation import Calibration
 from larder.core.progress import Progress, no_progress
+from larder.core.registry import Family
 from larder.models.decoder import Decoder
 from larder.models.measurements.base import Measurement, SampleText
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from larder.core.arguments import require
-from larder.core.family import Family
 from larder.core.observation import Entries, Observation
 from larder.core.part import LOG_COUNT
+from larder.core.registry import Family
 from larder.core.types import WeightChunk
 from larder.ops.attention import sink_logits
 from larder.ops.column_statistics import ColumnReducer, reduce_columns

@@ -14,7 +14,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from larder.core.errors import BudgetError, ScoreError
-from larder.core.family import Family, public_name
 from larder.core.memory_budget import count_of_tokens
 from larder.core.observation import (
     Calibration,
@@ -28,6 +27,7 @@ from larder.core.observation import (
 )
 from larder.core.part import Ledger, PolicyPart
 from larder.core.plan import LayerPlans, LayerQuotas, Plan, StepRule
+from larder.core.registry import Family, public_name
 from larder.core.spelling import spell
 from larder.core.types import Packed, PackedMask
 from larder.policy.attention_reduction import AttentionReduction, NoAggregation, NoHeadRule

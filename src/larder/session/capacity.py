@@ -5,9 +5,9 @@ from __future__ import annotations
 from larder.cache.entry_columns import latest_queries_bytes
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import BudgetError, UsageError
-from larder.core.family import public_name
 from larder.core.memory_budget import BudgetUnit, MemoryBudget, count_of_tokens
 from larder.core.part import Ledger
+from larder.core.registry import public_name
 from larder.core.spec import POSITION_BYTES, LayerSpec, ModelSpec
 from larder.core.spelling import spell
 from larder.policy.budgets.base import WITHOUT_LIMIT

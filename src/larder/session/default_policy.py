@@ -18,7 +18,7 @@ from types import MappingProxyType
 from larder.core.codec import TransformSpec
 from larder.core.conversation import Conversation, PromptLayout
 from larder.core.errors import UnknownName
-from larder.core.family import unknown_name_message
+from larder.core.registry import unknown_name_message
 from larder.core.spec import ModelSpec
 from larder.session.capacity import beyond_budget
 from larder.session.policy import Policy

@@ -10,10 +10,10 @@ from dataclasses import replace
 from larder.cache.forms.base import CacheLayer
 from larder.cache.spec import FORMS
 from larder.core.errors import BadParameter, SpellingError, UsageError
-from larder.core.family import public_name
 from larder.core.memory_budget import count_of_tokens
 from larder.core.part import PolicyPart
 from larder.core.recall import RecallPart
+from larder.core.registry import public_name
 from larder.core.spelling import spell
 from larder.policy.budgets.base import Budget
 from larder.policy.compensation.base import Compensation

@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from larder.core.errors import SpellingError, UnknownName
-from larder.core.family import LISTING, Family, unknown_name_message
 from larder.core.recall import RECALLS
+from larder.core.registry import LISTING, Family, unknown_name_message
 from larder.core.spelling import Call, parse
 from larder.policy.scorers.base import REDUCTION_SLOTS, SCORERS
 from larder.session.presets import PRESET_VARIANTS, PRESETS

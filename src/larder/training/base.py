@@ -17,7 +17,7 @@ from torch import Tensor
 
 from larder.cache.table_file import CARD
 from larder.core.errors import ModelError
-from larder.core.family import Family, public_name
+from larder.core.registry import Family, public_name
 from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.types import NamedTensors
 from larder.models.learned_weights import (

@@ -22,8 +22,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from larder.core.errors import ModelError
-from larder.core.family import public_name
 from larder.core.progress import Progress, no_progress
+from larder.core.registry import public_name
 from larder.core.spec import LayerSpec, ModelSpec
 from larder.models.attention_backend import AttentionInputs, CausalAttention
 from larder.models.decoder import Decoder

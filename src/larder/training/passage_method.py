@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from larder.core.errors import BadParameter, ModelError
-from larder.core.family import Family, public_name
+from larder.core.registry import Family, public_name
 from larder.core.spec import LayerSpec
 from larder.core.types import NamedTensors, TensorShapes
 from larder.models.attention_backend import LayerAttention, RenumberedAttention

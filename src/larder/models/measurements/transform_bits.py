@@ -25,8 +25,8 @@ from torch import Tensor
 
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import BadParameter, BudgetError, CacheError, ModelError, UsageError
-from larder.core.family import Family
 from larder.core.observation import LayerScores, Observation
+from larder.core.registry import Family
 from larder.core.types import Mode, TokenIds
 from larder.models.attention_backend import AttentionInputs, CausalAttention
 from larder.models.batch_segment import BatchSegment

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from larder.core.arguments import require
 from larder.core.errors import BadParameter
-from larder.core.family import public_name
 from larder.core.observation import Calibration, Observation, ScoredLayers
 from larder.core.part import PolicyPart
 from larder.core.plan import LayerPlans, LayerQuotas, StepQuota
+from larder.core.registry import public_name
 from larder.core.types import Packed, PackedMask
 
 WITHOUT_LIMIT = 1 << 62  # entries per head, above any real cache

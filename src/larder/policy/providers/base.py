@@ -30,7 +30,7 @@ from typing import ClassVar, TypeVar
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from larder.core.family import Family
+from larder.core.registry import Family
 from larder.core.spec import LayerSpec
 from larder.core.types import HiddenStates, NamedTensors, TensorShapes
 

@@ -16,7 +16,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.core.errors import SpellingError
-from larder.core.family import Family
 from larder.core.observation import (
     Calibration,
     Entries,
@@ -27,6 +26,7 @@ from larder.core.observation import (
 )
 from larder.core.part import PolicyPart
 from larder.core.plan import StepScoring
+from larder.core.registry import Family
 from larder.core.spelling import Call, build, parse, spell
 from larder.core.types import Packed, PackedMask, TokenIds
 from larder.policy.attention_reduction import (

@@ -32,8 +32,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.core.errors import BadParameter, DependencyError, ScoreError, SpellingError, UnknownName
-from larder.core.family import unknown_name_message
 from larder.core.observation import Observation
+from larder.core.registry import unknown_name_message
 from larder.core.spelling import Call, Value, parse
 from larder.core.types import Packed
 from larder.policy.protect import ProtectedTokens

@@ -12,9 +12,9 @@ from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
 from larder.core.errors import BadParameter, SpellingError, UnknownName, UsageError
-from larder.core.family import public_name
 from larder.core.images import ImageSpans
 from larder.core.observation import Observation
+from larder.core.registry import public_name
 from larder.core.spec import ModelSpec
 from larder.core.spelling import spell
 from larder.core.types import Packed, TokenIds

@@ -11,7 +11,7 @@ from math import isfinite
 from typing import Any, ClassVar
 
 from larder.core.errors import BadParameter
-from larder.core.family import Family
+from larder.core.registry import Family
 
 TOOL_PARSERS = Family("tool call parser", "larder.server.tool_parsers")
 # Beginning of a call up to its arguments, if the name comes first.

@@ -12,7 +12,7 @@ from jaxtyping import Float, Float32
 from torch import Tensor
 
 from larder.core.errors import BadParameter, ModelError, UnknownName
-from larder.core.family import Family, unknown_name_message
+from larder.core.registry import Family, unknown_name_message
 
 EMBEDDERS = Family("embedder", "larder.session.embedders")
 

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from larder.core.errors import Damaged
-from larder.core.family import Family
+from larder.core.registry import Family
 
 if TYPE_CHECKING:
     from larder.cache.sequence import SequenceCache

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from larder.core.errors import BadParameter
-from larder.core.family import Family, public_name
+from larder.core.registry import Family, public_name
 
 EVICTIONS = Family("eviction", "larder.store.eviction")
 NUM_QUANTILES = 8  # quantiles of pauses in columns

@@ -1,4 +1,4 @@
-"""Prefix index: a tree of token chunks in SQLite, matched token by token.
+"""Prefix index: a radix tree of token chunks in SQLite, matched token by token.
 
 A chunk holds keys and values of `CHUNK_TOKENS` tokens after one prefix. Chunks of one tenant and
 one model identity form a tree. Children are ordered by their tokens, so the child that shares most

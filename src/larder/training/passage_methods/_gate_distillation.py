@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.core.errors import BadParameter
-from larder.core.family import public_name
+from larder.core.registry import public_name
 from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.types import NamedTensors, TensorShapes
 from larder.models.attention_backend import CausalAttention
