@@ -36,10 +36,16 @@ from larder.cache import SequenceCache
 from larder.core import LayerScores
 from larder.evaluation import Bootstrap
 from larder.session import Policy
-from larder.store import pack_container
-from larder.store.codecs.base import LayerStack, StorageCodec, TensorRole
-from larder.store.codecs.kvtc import Kvtc, Kvtc16
-from larder.store.codecs.predictive import Predictive, Predictive16
+from larder.store import (
+    Kvtc,
+    Kvtc16,
+    LayerStack,
+    Predictive,
+    Predictive16,
+    StorageCodec,
+    TensorRole,
+    pack_container,
+)
 from larder_bench.cli.bench_options import BenchOptions, context_loader
 from larder_bench.execution.runner import validate_study
 from larder_bench.results.rows import read_results

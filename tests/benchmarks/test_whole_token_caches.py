@@ -12,7 +12,7 @@ from torch import Tensor
 
 from larder import Engine
 from larder.session import Policy
-from larder.store.codecs.base import CodedStack, LayerStack, RowLayout, StorageCodec, TensorRole
+from larder.store import CodedStack, LayerStack, RowLayout, StorageCodec, TensorRole
 from larder_bench.random_models import open_model
 from larder_bench.scoring.recorded_scores import RecordedText, forced_logits
 

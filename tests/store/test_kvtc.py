@@ -18,9 +18,15 @@ from larder.cache import KvtcTables, NewTokens, PrincipalSide, SequenceCache, ta
 from larder.core import Damaged, MissingWeights, Mode, Plan
 from larder.models import Card
 from larder.ops import AllocationTable, group_errors
-from larder.store import codec_named, decode_state, encode_state, state_nbytes
-from larder.store.codecs.base import LayerStack, TensorRole
-from larder.store.codecs.kvtc import Kvtc
+from larder.store import (
+    Kvtc,
+    LayerStack,
+    TensorRole,
+    codec_named,
+    decode_state,
+    encode_state,
+    state_nbytes,
+)
 from larder.training import planned, principal_side
 from references.ops import bit_allocation as slow
 

@@ -29,11 +29,16 @@ from .codecs.base import CODECS as CODECS
 from .codecs.base import CodedStack as CodedStack
 from .codecs.base import LayerStack as LayerStack
 from .codecs.base import RowLayout as RowLayout
+from .codecs.base import StorageCodec as StorageCodec
 from .codecs.base import TensorRole as TensorRole
 from .codecs.base import codec_named as codec_named
 from .codecs.entropy import STEP_SCALE as STEP_SCALE
 from .codecs.entropy import STEPS as STEPS
 from .codecs.entropy import Entropy as Entropy
+from .codecs.kvtc import Kvtc as Kvtc
+from .codecs.kvtc import Kvtc16 as Kvtc16
+from .codecs.predictive import Predictive as Predictive
+from .codecs.predictive import Predictive16 as Predictive16
 from .components import MANIFEST_FILE as MANIFEST_FILE
 from .digests import canonical_json as canonical_json
 from .digests import digest_of as digest_of
