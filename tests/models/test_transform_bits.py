@@ -115,13 +115,13 @@ def test_fewer_bits_hold_more_entries_in_the_same_bytes(calibrated) -> None:
     assert min(sizes) > 0
 
 
-def test_divergences_are_means_over_passages(calibrated, monkeypatch) -> None:
+def test_divergences_are_those_of_all_passages(calibrated, monkeypatch) -> None:
     given = iter(range(100))
     monkeypatch.setattr(transform_bits, "_lost", lambda *_: [float(next(given)), 1.0])
     found = FEW.divergences(calibrated, SAMPLE)
     count = len(FEW.candidates)
     assert list(found) == list(FEW.candidates) and USUAL_BITS in found
-    assert [lost for lost, _ in found.values()] == [n + count / 2 for n in range(count)]
+    assert list(found.values()) == [(n, 1.0, n + count, 1.0) for n in range(count)]
 
 
 def test_numbers_are_one_candidate_for_all_layers(calibrated, monkeypatch) -> None:

@@ -5,9 +5,9 @@ or many in few, and which loses less is a property of the model. Passages of the
 decide: entries are chosen by the highest attention that they get while the passage is repeated
 (KVzip), over all layers and heads, coded with each candidate, and compared with the full cache in
 the text that follows and in a part that is recited. What a candidate loses is the geometric mean of
-these divergences over budgets and both kinds. Passages are few, and the transforms were fitted on
-the same text, which favors low numbers: of the candidates that lose at most `tolerance` times as
-much as the best, the one nearest the usual number is chosen.
+these divergences, so that passages, budgets and both kinds weigh alike. Passages are few, and the
+transforms were fitted on the same text, which favors low numbers: of the candidates that lose at
+most `tolerance` times as much as the best, the one nearest the usual number is chosen.
 
 Its numbers are one per layer, all the same.
 """
@@ -117,23 +117,19 @@ class BitsMeasurement(Measurement):
         return (best_bits(lost, self.tolerance),) * len(decoder.spec.managed)
 
     def divergences(self, decoder: Decoder, sample: SampleText) -> dict[float, tuple[float, ...]]:
-        """Nats per token lost with each candidate: by budget, of what follows and of a recital."""
-        size = self.context + self.following
-        ids, total = sample.ids(self.passages * size), torch.zeros(len(self.candidates), 0)
+        """Nats per token lost with each candidate: of each passage, then by budget, what follows
+        and what is recited.
+        """
+        size, found = self.context + self.following, dict[float, tuple[float, ...]]()
+        ids, steps = sample.ids(self.passages * size), self.passages * len(self.candidates)
         for index in range(self.passages):
             own = ids[index * size : (index + 1) * size]
             passage = self._passage(decoder, own, tuple(sample.encode(REQUEST)))
-            lost = list[list[float]]()
             for done, bits in enumerate(self.candidates):
-                sample.progress(index * len(self.candidates) + done, self._steps)
-                lost.append(_lost(decoder, passage, Transform(bits=bits)))
-            total = torch.tensor(lost) + (total if total.numel() else 0)
-        means = (total / self.passages).tolist()
-        return {bits: tuple(row) for bits, row in zip(self.candidates, means, strict=True)}
-
-    @property
-    def _steps(self) -> int:
-        return self.passages * len(self.candidates)
+                sample.progress(index * len(self.candidates) + done, steps)
+                lost = _lost(decoder, passage, Transform(bits=bits))
+                found[bits] = (*found.get(bits, ()), *lost)
+        return found
 
     def _passage(self, decoder: Decoder, ids: TokenIds, request: TokenIds) -> CachedPassage:
         text = (*opening_ids(decoder), *ids[: self.context])
