@@ -7,10 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from larder.ops import nearest_rows
+from larder.ops import c_library, nearest_rows
 from larder.ops.cpu import search as fast
 from references.ops import nearest as loop
 from without_kernels import reference
+
+AVX512, AVX512_BF16, MATRIX_UNITS = 2, 3, 4  # `enum instruction_set` of c_library.h
 
 
 @settings(max_examples=40)
@@ -62,3 +64,26 @@ def test_nearest_kernel_supports_few_contiguous_rows() -> None:
     assert not fast.supports_nearest(rows, 9, 2)
     assert not fast.supports_nearest(rows.half(), 8, 2)
     assert not fast.supports_nearest(rows.T, 8, 2)
+
+
+@pytest.mark.skipif(c_library() is None, reason="the C kernels were not compiled")
+@pytest.mark.parametrize("spread", [1.0, 1e-2, 0.0])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_search_by_dot_products_finds_what_sums_find(head_dim: int, spread: float) -> None:
+    library = c_library()
+    assert library is not None
+    source = torch.Generator().manual_seed(head_dim)
+    center = torch.randn(head_dim, generator=source)
+    rows = center + spread * torch.randn(333, head_dim, generator=source)
+    rows *= 10 ** torch.linspace(-6, 6, 333)[torch.randperm(333, generator=source)][:, None]
+    rows[7], rows[40:60] = 0, rows[39]
+    layout = torch.tensor([0, 200]), torch.tensor([190, 133])
+    marked = torch.rand(323, generator=source) < 0.95
+    gone = torch.nonzero(~marked).flatten()
+    found = list[tuple[torch.Tensor, torch.Tensor]]()
+    for limit in (AVX512, AVX512_BF16):
+        library.larder_limit_instruction_set(limit)
+        found.append(fast.nearest_rows(rows.bfloat16(), *layout, marked, gone))
+    library.larder_limit_instruction_set(MATRIX_UNITS)
+    (cosines, places), (screened, found_places) = found
+    assert torch.equal(cosines, screened) and torch.equal(places, found_places)

@@ -17,6 +17,8 @@
 #pragma GCC optimize("fp-contract=off")
 #endif
 
+#define LINE 64  /* bytes that are fetched at once */
+#define AHEAD 48 /* rows that are fetched ahead, into the second cache */
 #define MIN_NORM 1e-12f /* as in ops/search.py */
 
 INLINE float load(const void *rows, int64_t at, int64_t item_bytes) {
@@ -30,16 +32,18 @@ INLINE float load(const void *rows, int64_t at, int64_t item_bytes) {
 
 INLINE float norm(float square) { return sqrtf(square) > MIN_NORM ? sqrtf(square) : MIN_NORM; }
 
+#define WITH_DOT_PRODUCT
 #define BODY "nearest_rows_body.h"
 #include "instruction_sets.h"
 
 typedef void (*find_function)(const struct nearest *, int64_t);
 static const find_function find_forms[] = FORMS(find);
 
+/* From the last one on: attention has read the rows of the last head latest. */
 static void find_as_thread(void *given) {
     struct nearest *call = given;
     for (int64_t f; (f = __atomic_fetch_add(&call->next, 1, __ATOMIC_RELAXED)) < call->count;)
-        find_forms[larder_instruction_set()](call, f);
+        find_forms[larder_instruction_set()](call, call->count - 1 - f);
 }
 
 void larder_nearest_rows(struct nearest *call, int threads) {
