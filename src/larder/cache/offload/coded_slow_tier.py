@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 
 import torch
-from jaxtyping import Float, Int, Int64
+from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
 from larder.cache.forms.base import AttentionCall
@@ -26,7 +26,7 @@ from larder.core.observation import Entries
 from larder.core.spec import LayerSpec
 from larder.core.types import Queries
 from larder.ops.attention import ragged_attention
-from larder.ops.packing import packed_rows, starts_of, storage_rows
+from larder.ops.packing import starts_of, storage_rows
 from larder.ops.quantized_attention import KVSide
 
 DECODE_CHUNK = 1 << 12  # entries decoded at once
@@ -221,19 +221,13 @@ class CodedSlowTier(SlowTier):
             call = partial(ragged_attention, queries, keys, values, *layout)
             yield partial(call, softcap=layer.softcap)
 
-    def without_range(self, start: int, stop: int | None = None) -> SlowTier | None:
-        stays = self._staying(start, stop)
-        if bool(stays.all()):
-            return None
-        held, rest = self.entries(), self._like()
-        rest.room = self.room
-        rows = packed_rows(self._starts, self._lengths)[stays]
-        heads = torch.repeat_interleave(torch.arange(len(self._lengths)), self._lengths)[stays]
-        positions = held.positions[rows]
+    def _copy_into(self, other: SlowTier, chosen: Bool[Tensor, " T"]) -> None:
+        """Code the packed entries of a mask again, behind those of another tier."""
+        rows, heads = self._packed(chosen)
+        positions = self._positions[rows]
         keys, values = self._numbers.both(heads, rows - self._starts[heads], positions)
         lengths = torch.bincount(heads, minlength=len(self._lengths))
-        rest.add(OffloadBatch(keys, values, positions, self._columns[:, rows], lengths))
-        return rest
+        other.add(OffloadBatch(keys, values, positions, self._columns[:, rows], lengths))
 
     def fork(self) -> SlowTier:
         copy = super().fork()

@@ -154,16 +154,12 @@ class SlowTier(TensorOwner):
         Args:
             stop: None for all from `start` on.
         """
-        rows, stays = packed_rows(self._starts, self._lengths), self._staying(start, stop)
+        stays = self._staying(start, stop)
         if bool(stays.all()):
             return None
-        heads = torch.repeat_interleave(torch.arange(len(self._lengths)), self._lengths)
-        kept = torch.bincount(heads[stays], minlength=len(self._lengths))
         rest = self._like()
-        sides = {"keys": self._keys, "values": self._values, "positions": self._positions}
-        state = {name: tensor[rows[stays]] for name, tensor in sides.items()}
-        rest.adopt(state | {"columns": self._columns[:, rows[stays]], "lengths": kept})
         rest.room = self.room
+        self._copy_into(rest, stays)
         return rest
 
     def fork(self) -> SlowTier:
@@ -202,6 +198,21 @@ class SlowTier(TensorOwner):
         positions = self._positions[packed_rows(self._starts, self._lengths)]
         stays = positions < start
         return stays if stop is None else stays | (positions >= stop)
+
+    def _copy_into(self, other: SlowTier, chosen: Bool[Tensor, " T"]) -> None:
+        """Copy the packed entries of a mask into another tier, which is empty."""
+        rows, heads = self._packed(chosen)
+        lengths = torch.bincount(heads, minlength=len(self._lengths))
+        sides = {"keys": self._keys, "values": self._values, "positions": self._positions}
+        state = {name: tensor[rows] for name, tensor in sides.items()}
+        other.adopt(state | {"columns": self._columns[:, rows], "lengths": lengths})
+
+    def _packed(
+        self, chosen: Bool[Tensor, " T"]
+    ) -> tuple[Int64[Tensor, " N"], Int64[Tensor, " N"]]:
+        """Storage row and head of each packed entry of a mask."""
+        heads = torch.repeat_interleave(torch.arange(len(self._lengths)), self._lengths)
+        return packed_rows(self._starts, self._lengths)[chosen], heads[chosen]
 
     def _like(self) -> SlowTier:
         """Empty tier of the same type and options."""

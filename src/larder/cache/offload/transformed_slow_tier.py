@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int, Int64, UInt8
+from jaxtyping import Bool, Float, Int, Int64, UInt8
 from torch import Tensor
 
 from larder.cache.component_means import ComponentMeans
@@ -34,7 +34,7 @@ from larder.core.codec import MeanSource, TransformSpec
 from larder.core.errors import CacheError
 from larder.core.spec import LayerSpec
 from larder.ops import transform_coder as coding
-from larder.ops.packing import packed_rows, starts_of
+from larder.ops.packing import starts_of
 from larder.ops.quantized_attention import KVSide
 
 Blocks = Int64[np.ndarray, " B"]
@@ -283,40 +283,20 @@ class TransformedSlowTier(CodedSlowTier):
         numbers = TransformedNumbers.nothing(spec, tables, (none, none))
         super().__init__(layer, dtype, columns, is_pinned, numbers)
 
-    def without_range(self, start: int, stop: int | None = None) -> SlowTier | None:
-        stays = self._staying(start, stop)
-        if bool(stays.all()):
-            return None
+    def _copy_into(self, other: SlowTier, chosen: Bool[Tensor, " T"]) -> None:
+        """Copy the first blocks of each head that are wholly chosen, and code the rest again."""
+        assert isinstance(other, TransformedSlowTier)  # made by `_like`
         lengths, size = self._lengths.tolist(), self._transformed.spec.block
-        parts, coded = stays.split(lengths), self._transformed.coded.tolist()
+        parts, coded = chosen.split(lengths), self._transformed.coded.tolist()
         firsts = [int(own.long().cumprod(0).sum()) for own in parts]
-        whole = [min(first, own) // size for first, own in zip(firsts, coded, strict=True)]
-        return self._with_rest(whole, torch.tensor(whole) * size, stays)
-
-    def _with_rest(
-        self, blocks: list[int], kept: Int64[Tensor, " K"], stays: Tensor
-    ) -> TransformedSlowTier:
-        """New tier: the first blocks of each head as they are, other staying entries added again.
-
-        Args:
-            kept: entries of these blocks.
-            stays: mask of the packed entries.
-        """
-        held, rest = self.entries(), self._like()
-        rest.room = self.room
-        rows = packed_rows(self._starts, self._lengths)
-        heads = torch.repeat_interleave(torch.arange(len(kept)), self._lengths)
-        members = rows - self._starts[heads]
-        first = rows[members < kept[heads]]
+        blocks = [min(first, own) // size for first, own in zip(firsts, coded, strict=True)]
+        kept = torch.tensor(blocks) * size
+        rows, heads = self._packed(torch.ones_like(chosen))
+        is_first = rows - self._starts[heads] < kept[heads]
+        first = rows[is_first]
         tensors = {"positions": self._positions[first], "columns": self._columns[:, first]}
-        rest.adopt_blocks(tensors | {"lengths": kept}, self._transformed.first_blocks(blocks))
-        chosen = stays & (members >= kept[heads])
-        rows, heads, members = rows[chosen], heads[chosen], members[chosen]
-        positions = held.positions[rows]
-        keys, values = self._transformed.both(heads, members, positions)
-        lengths = torch.bincount(heads, minlength=len(kept))
-        rest.add(OffloadBatch(keys, values, positions, self._columns[:, rows], lengths))
-        return rest
+        other.adopt_blocks(tensors | {"lengths": kept}, self._transformed.first_blocks(blocks))
+        super()._copy_into(other, chosen & ~is_first)
 
     def state(self) -> dict[str, Tensor]:
         numbers, state = self._transformed, super().state()
