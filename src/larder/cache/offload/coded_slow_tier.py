@@ -14,19 +14,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
 from larder.cache.forms.base import AttentionCall
-from larder.cache.offload.slow_tier import MAX_ROWS, OffloadBatch, SlowTier
+from larder.cache.offload.slow_tier import OffloadBatch, SlowTier
 from larder.core.observation import Entries
 from larder.core.spec import LayerSpec
 from larder.core.types import Queries
-from larder.ops.attention import ragged_attention
-from larder.ops.packing import starts_of, storage_rows
 from larder.ops.quantized_attention import KVSide
 
 DECODE_CHUNK = 1 << 12  # entries decoded at once
@@ -208,18 +206,7 @@ class CodedSlowTier(SlowTier):
         return DecodedEntries(super().entries(), self._keys.dtype, self._numbers)
 
     def attention_calls(self, queries: Queries) -> Iterator[AttentionCall]:
-        held, layer = self.entries(), self._whole
-        starts, lengths = held.layout
-        piece = max(1, MAX_ROWS // layer.kv_heads)
-        for first in range(0, max(held.lengths), piece):
-            counts = (lengths - first).clamp(0, piece)
-            rows = storage_rows(torch.arange(int(counts.sum())), starts + first, counts)
-            sides = torch.empty(2, len(rows), layer.head_dim, dtype=self._keys.dtype)
-            held.gather(rows, sides[0], sides[1])
-            keys, values = sides.to(queries.device)
-            layout = starts_of(counts), counts, layer.scaling
-            call = partial(ragged_attention, queries, keys, values, *layout)
-            yield partial(call, softcap=layer.softcap)
+        return self._chunk_calls(queries, self._whole)
 
     def _copy_into(self, other: SlowTier, chosen: Bool[Tensor, " T"]) -> None:
         """Code the packed entries of a mask again, behind those of another tier."""

@@ -175,19 +175,25 @@ class SlowTier(TensorOwner):
 
     def attention_calls(self, queries: Queries) -> Iterator[AttentionCall]:
         """Attention of several queries to all entries, in chunks on an accelerator."""
-        held, scaling = self.entries(), self.layer.scaling
-        attend = partial(ragged_attention, queries, softcap=self.layer.softcap)
-        starts, lengths = held.layout
-        if queries.device.type == "cpu":
-            rows = held.keys, held.values, starts, lengths
-            yield partial(attend, *rows, scaling)
+        if queries.device.type != "cpu":
+            yield from self._chunk_calls(queries, self.layer)
             return
-        piece = max(1, MAX_ROWS // self.layer.kv_heads)
+        rows, layer = (self._keys, self._values, self._starts, self._lengths), self.layer
+        yield partial(ragged_attention, queries, *rows, layer.scaling, softcap=layer.softcap)
+
+    def _chunk_calls(self, queries: Queries, layer: LayerSpec) -> Iterator[AttentionCall]:
+        """Attention to chunks of all entries, copied to the queries' device."""
+        held = self.entries()
+        starts, lengths = held.layout
+        piece = max(1, MAX_ROWS // layer.kv_heads)
         for first in range(0, max(held.lengths), piece):
             counts = (lengths - first).clamp(0, piece)
             rows = storage_rows(torch.arange(int(counts.sum())), starts + first, counts)
-            sides = [part[rows].to(queries.device) for part in (held.keys, held.values)]
-            yield partial(attend, *sides, starts_of(counts), counts, scaling)
+            sides = torch.empty(2, len(rows), layer.head_dim, dtype=self._keys.dtype)
+            held.gather(rows, sides[0], sides[1])
+            keys, values = sides.to(queries.device)
+            layout = starts_of(counts), counts, layer.scaling
+            yield partial(ragged_attention, queries, keys, values, *layout, softcap=layer.softcap)
 
     def step_segment(self) -> StepSegment:
         """All entries as the kernel of decode steps takes them."""
