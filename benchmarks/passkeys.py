@@ -99,7 +99,7 @@ def put_soft_tokens(runtime: ModelRuntime, name: str, seed: int) -> None:
     learned = load_learned(decoder.spec, name.removesuffix(SHUFFLED), provider)
     if name.endswith(SHUFFLED):
         learned = shuffled_weights(learned, decoder.spec.width, seed)
-    decoder.gates.put_tensors(name.removesuffix(SHUFFLED), provider, learned)
+    decoder.soft_prompts.put(name.removesuffix(SHUFFLED), learned.layers)
 
 
 def forced(runtime: ModelRuntime, sentence: str, read: Sequence[int], ids: Sequence[int]) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from builders import RADIANS, a_layer, a_spec, draw
+from builders import RADIANS, a_layer, a_spec, draw, parking_of
 from cache_stores import same_bits
 from larder.cache import NewTokens, PredictiveTables, SequenceCache, SidePrediction, tables_path
 from larder.core import Damaged, MissingWeights, Mode, ModelSpec, Plan
@@ -171,6 +171,31 @@ def test_token_eviction_is_predicted_and_head_eviction_is_not(
             wanted = codec_named("entropy"), "entropy"
             same = decode_state(*encode_state(state, *wanted, SPEC), state_nbytes(state))
             assert same_bits(found, same)
+
+
+def test_offloaded_entries_are_coded_as_resident_ones_are(tables: PredictiveTables) -> None:
+    """All entries of every head but the latest one are in the slow tier."""
+    cache = SequenceCache(SPEC, "tiered", parking=parking_of("tiered"))
+    resident = SequenceCache(SPEC, "ragged")
+    for layer in SPEC.layers:
+        new = draw(layer, TOKENS, seed=layer.index)
+        for twin, part in ((cache, new), (resident, new.part(0, TOKENS - 1))):
+            given = part.queries, part.keys, part.values, part.positions
+            twin.attend(layer.index, NewTokens(*given, Mode.APPEND))
+    cache.advance(TOKENS)
+    resident.advance(TOKENS - 1)
+    for layer in range(LAYERS):
+        latest = torch.arange(1, HEADS + 1) * TOKENS - 1
+        cache.apply(layer, Plan(latest, (1,) * HEADS))
+    result = saved(cache)[1]
+    assert result["0.slow.keys"]["stack"]["prefix"] == "slow."
+    found, wanted = decoded(cache), decoded(resident)
+    for layer in range(LAYERS):
+        for part in ("keys", "values", "positions", "lengths"):
+            assert torch.equal(found[f"{layer}.slow.{part}"], wanted[f"{layer}.{part}"])
+    assert not torch.equal(found["1.slow.keys"], cache.state()["1.slow.keys"])
+    again = SequenceCache.restore(SPEC, found, cache.meta())
+    assert again.next_position == TOKENS and again.lengths() == cache.lengths()
 
 
 @pytest.mark.parametrize("forms", ["dense ragged", "ragged dense", "ragged ragged"])
