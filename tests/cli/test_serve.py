@@ -67,6 +67,25 @@ def test_server_runs_until_interrupted(run: Run, answered: dict[str, Any]) -> No
     assert kept["session"] == "about cats"
 
 
+@pytest.mark.parametrize(
+    "method, policy",
+    [
+        ("trim", "whole() > trim() > uniform()"),
+        ("lookahead_kv", "whole() > lookahead_kv() > uniform()"),
+        ("aqua", "whole() > protect(sinks=1, recent=2) > keydiff() > uniform() > aqua()"),
+        ("less", "whole() > protect(sinks=1, recent=2) > keydiff() > uniform() > less()"),
+        ("lococo", "whole() > protect(sinks=1, recent=2) > keydiff() > uniform() > lococo()"),
+        ("duo_attention", 'whole() > snapkv() > retrieval_heads(share=0.5, trial="gates")'),
+    ],
+)
+def test_policies_without_their_weights_are_not_served(
+    run: Run, answered: dict[str, Any], method: str, policy: str
+) -> None:
+    done = run("serve", "--port", "0", "--policy", policy, "--budget", "300")
+    assert f"`larder train {method} --model seed`" in done.stderr
+    assert done.exit_code == 1 and not {"chat", "/v1/models"} & answered.keys()
+
+
 @pytest.mark.extended
 def test_serving_address_is_printed_as_json(run: Run, answered: dict[str, Any]) -> None:
     policy = "blockwise() > column_mass() > uniform() > every_step()"

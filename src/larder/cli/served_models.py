@@ -265,10 +265,12 @@ def _client(
     from larder.server.request_queue import SchedulingPolicy
     from larder.server.response_cache import ResponseCategory
     from larder.server.tiers.disk import StoreDiskTier
+    from larder.session.prefill import load_weights
 
     _check_device_budget(loaded, budgets)
     engine = engine_over(options, loaded)
     engine.runtime = engine_runtime(loaded.decoder, engine.tokenizer, stage)
+    load_weights(engine.runtime, engine.policy)
     persistence = StoreSessionPersistence(store, engine.loaded.decoder.spec, locks)
     streaming = streaming_of(options.resume_deadline)
     snapshots = ModelSnapshots(store, engine.loaded, options.codec, streaming)

@@ -22,7 +22,7 @@ from larder.models.introspection import weight_inputs
 from larder.policy.budgets.base import WITHOUT_LIMIT
 from larder.policy.layer_calibration import select_layers
 from larder.policy.planner import Planner
-from larder.policy.providers.base import LearnedProvider, select_providers
+from larder.policy.providers.base import GateProvider, LearnedProvider, select_providers
 from larder.prefill.base import Progress, Steps, no_progress, run_steps
 from larder.prefill.memory import PeakMemoryMeter
 from larder.prefill.reader import PrefillReader, PrefillSequence
@@ -49,6 +49,7 @@ if TYPE_CHECKING:  # few policies evict while text is generated, episodes alone 
     from larder.session.embedders.base import Embedder
 
 REPEAT = "Repeat the previous context exactly."
+TRAINED_GATES = "duo_attention"  # measurement of a model that `larder train` makes
 SUMMARIZE = "Summarize the previous context, with its most important parts."
 GUIDANCE = (
     "Somebody will ask about the previous context, but not yet known is what. Most questions ask "
@@ -357,6 +358,32 @@ def planner_with_quotas(
     if tokens == WITHOUT_LIMIT:
         return planner, {}
     return planner, planner.quotas(tokens, context, layers, calibration)
+
+
+def load_weights(runtime: ModelRuntime, policy: Policy) -> None:
+    """Load the trained weights of a policy's parts before the first text is read.
+
+    Raises:
+        MissingWeights: there are none for the model.
+        ModelError: they are of another model, or damaged.
+    """
+    from larder.cache.forms.low_rank import LowRankMaps
+    from larder.cache.residual_tier import AquaPredictions
+    from larder.models.learned_weights import load_learned
+
+    decoder, planner = runtime.decoder, policy.planner
+    spec, first = decoder.spec, decoder.spec.managed[0]
+    decoder.gates.bound(select_providers(planner.providers, GateProvider))
+    decoder.gates.inputs(planner.providers)
+    soft = {**planner.soft_prompt_providers, **planner.soft_entry_providers}
+    for name, provider in soft.items():
+        load_learned(spec, name, provider)
+    if TRAINED_GATES in policy.calibrations:
+        runtime.calibrate(frozenset({TRAINED_GATES}))
+    if policy.resident_storage.residual is not None:
+        AquaPredictions.load(first, 0, spec.fingerprint, spec.device)
+    if policy.compensation.cache_form == "low_rank":
+        LowRankMaps.load(first, 0, spec.fingerprint)
 
 
 def encoded_prompts(
