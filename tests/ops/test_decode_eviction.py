@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from larder.core import StepColumn, StepRule, StepScore, StepScoring
-from larder.ops import EvictionStorage, c_library, evict_step
+from larder.ops import EvictionStorage, EvictionTable, c_library, evict_step
+from larder.ops.cpu.decode_eviction import layer_evictions
 
 pytestmark = pytest.mark.skipif(c_library() is None, reason="the C kernels were not compiled")
 
@@ -73,3 +74,14 @@ def test_lowest_unprotected_entries_are_evicted_in_order() -> None:
     for start, kept in zip((0, 10), expected, strict=True):
         assert own.positions[start : start + 4].tolist() == kept
         assert torch.equal(own.keys[start : start + 4], keys[[start + s for s in kept]])
+
+
+def test_rows_of_one_sequence_are_kept_with_its_table() -> None:
+    table, other = (EvictionTable([layer(5)], BY_MASS, [1]) for _ in range(2))
+    rows = layer_evictions([table], 3, 16)
+    assert rows is not None and rows is layer_evictions([table], 3, 16)
+    assert rows.layers.tolist() == [[0], [table.rows.ctypes.data], [0]]
+    fewer = layer_evictions([table], 2, 16)
+    assert fewer is not None and len(fewer.layers) == 2
+    both = layer_evictions([table, other], 3, 16)
+    assert both is not None and both.layers.shape == (3, 2)

@@ -95,6 +95,8 @@ def layer_evictions(
 ) -> EvictionRows | None:
     """Evictions from several sequences, by layer; None where one call does not carry them out.
 
+    Those from one sequence are kept with its table.
+
     Args:
         tables: of each sequence, prepared for the step.
         num_layers: of the model.
@@ -105,6 +107,20 @@ def layer_evictions(
         return None
     floats = sum(each.floats for each in tables) // num_layers
     threads = min(torch.get_num_threads(), len(tables), floats // LEAST_FLOATS + 1)
+    key = num_layers, roomy, threads
+    if len(tables) > 1:
+        return _eviction_rows(tables, *key)
+    kept = tables[0].kept_rows
+    if kept is None or kept[0] != key:
+        kept = tables[0].kept_rows = key, _eviction_rows(tables, *key)
+    return kept[1]
+
+
+def _eviction_rows(
+    tables: Sequence[EvictionTable], num_layers: int, roomy: int, threads: int
+) -> EvictionRows:
+    """Evictions from several sequences by one rule."""
+    rule = tables[0].rule
     layers = np.zeros((num_layers, len(tables)), np.int64)
     columns = NO_CALLS if rule.is_accumulating else np.zeros_like(layers)
     for number, table in enumerate(tables):
@@ -140,6 +156,8 @@ class EvictionTable:
         self.rows = np.array(rows, np.int64)
         self.columns = np.array([_column_fields(own) for own in storages], np.int64)
         self.floats = sum(2 * own.keys.numel() for own in storages)
+        # Of `layer_evictions`, with what they depend on.
+        self.kept_rows: tuple[tuple[int, int, int], EvictionRows] | None = None
 
     @cached_property
     def journal_bytes(self) -> NDArray[np.int64]:
