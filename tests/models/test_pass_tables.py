@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from larder.cache import SequenceCache, fork_prefix
+from larder.cache import DenseLayer, SequenceCache, fork_prefix
 from larder.core import Mode
 from larder.models import BatchSegment, Decoder, PassTables, batch_segment, decoder_stack
 from larder.ops import PassAttention, block_attention, c_library
@@ -116,6 +116,13 @@ def test_short_texts_and_caches_without_room_attend_one_by_one(passes):
     pass_logits(decoder, [filled(decoder, 5), filled(decoder, 0)], (40, 31))
     pass_logits(decoder, [filled(decoder, 5), filled(decoder, 20, room=8)], (1, 160))
     assert passes == []
+    cache = filled(decoder, 20, room=8)
+    cache.compact()
+    layer = cache.layers[0]
+    assert isinstance(layer, DenseLayer)
+    mark = layer.storage_mark
+    assert PassTables.of([BatchSegment(cache, some_ids(160))], torch.float32) is None
+    assert layer.storage_mark is mark  # nothing was moved in vain
 
 
 def test_a_pass_that_fails_leaves_the_caches_as_they_were(monkeypatch, passes):

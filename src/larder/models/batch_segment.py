@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -30,7 +30,8 @@ from larder.ops.cpu.segment_attention import (
     can_join,
 )
 
-if TYPE_CHECKING:  # the form imports it, where it is needed
+if TYPE_CHECKING:  # not before they are needed
+    from larder.cache.forms.dense import DenseLayer
     from larder.cache.step_tables import StepTables
 
 
@@ -207,9 +208,13 @@ class PassTables:
 
 
 def _is_plain_text(segment: BatchSegment) -> bool:
-    """True for one text behind the entries of a cache that has tables for blocks."""
+    """True for one text behind the entries of a cache that has tables, and room for it."""
+    cache, count = segment.cache, segment.num_tokens
     is_plain = not (segment.reread_ids or segment.shift or segment.images.spans)
-    return is_plain and len(segment.section_lengths) == 1 and segment.cache.always_has_tables
+    if not is_plain or len(segment.section_lengths) > 1 or not cache.always_has_tables:
+        return False
+    layers = cast("Sequence[DenseLayer]", cache.layers)  # no other form always has tables
+    return all(count == 1 or layer.room >= count for layer in layers)
 
 
 def _are_plain_layers(layers: Sequence[LayerSpec], dtype: torch.dtype) -> bool:
