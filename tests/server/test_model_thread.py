@@ -49,3 +49,25 @@ def test_work_in_progress_does_not_wait_for_calls(long_wait) -> None:
         assert stepped.acquire(timeout=30)
     goes_on.set()
     thread.close()
+
+
+def test_a_call_that_is_announced_is_waited_for(monkeypatch, long_wait) -> None:
+    monkeypatch.setattr(model_thread, "ARRIVAL_GAP_SECONDS", 0.001)
+    events, stepped = list[str](), threading.Event()
+
+    def step() -> bool:
+        events.append("step")
+        stepped.set()
+        return False
+
+    thread = ModelThread(step, lambda: None)
+    with thread.announce() as first, thread.announce() as second:
+        thread.call(lambda: events.append("first"))
+        first.end()
+        first.end()  # counts once
+        assert not stepped.wait(0.05)
+        thread.call(lambda: events.append("second"))
+        second.end()
+    assert stepped.wait(60)
+    thread.close()
+    assert events[:3] == ["first", "second", "step"]

@@ -85,6 +85,7 @@ from .persistence.sweeper import limit_memory as limit_memory
 from .persistence.sweeper import limit_primitive_cache as limit_primitive_cache
 from .persistence.sweeper import trim_heap as trim_heap
 from .request import ApiError as ApiError
+from .request import Arrival as Arrival
 from .request import CachedResponse as CachedResponse
 from .request import CachedUse as CachedUse
 from .request import ChatMessage as ChatMessage

@@ -20,7 +20,7 @@ from larder.server.engine_core import MAX_DUE, EngineCore
 from larder.server.engine_options import EngineOptions
 from larder.server.operation import Operation
 from larder.server.persistence.base import SessionPersistence
-from larder.server.request import ApiError, Listener, Request, Ticket
+from larder.server.request import ApiError, Arrival, Listener, Request, Ticket
 from larder.server.response_cache import NO_CATEGORIES, ResponseCache, ResponseCategory
 from larder.server.tiers.disk import DiskTier
 from larder.store.ledger import Tier
@@ -45,6 +45,11 @@ class EngineClient(ABC):
                 `session_not_found` for `follows`; 409 `session_busy`; 429 `too_many_requests`; 503
                 `overloaded`.
         """
+
+    def arrival(self) -> Arrival:
+        """Announce a request that is submitted soon, so that its prompt may be read together with
+        that of another one; to be ended once it is, or will not be."""
+        return Arrival()
 
     @abstractmethod
     def call(self, operation: Operation[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -144,6 +149,9 @@ class LocalEngineClient(EngineClient):
         for name in absent:
             self._prefetch_later(request.tenant, name, request.steps[name])
         return ticket
+
+    def arrival(self) -> Arrival:
+        return self.context.thread.announce()
 
     def call(self, operation: Operation[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         return operation.run(self.context, *args, **kwargs)

@@ -12,19 +12,38 @@ from time import monotonic
 from typing import Any, TypeVar
 
 from larder.server.api_errors import server_stopping
+from larder.server.request import Arrival
 from larder.server.session_state import SessionState
 
 T = TypeVar("T")
 
-# Seconds without a call that end the wait for requests that come at once, and the longest wait.
-ARRIVAL_GAP_SECONDS, MAX_ARRIVAL_SECONDS = 0.004, 0.02
+# Seconds without a call that end the wait for requests that come at once, unless one is announced,
+# and the longest wait.
+ARRIVAL_GAP_SECONDS, MAX_ARRIVAL_SECONDS = 0.004, 0.1
+
+
+class AnnouncedCall(Arrival):
+    """Announcement of a call, for which a model's thread without work waits.
+
+    Args:
+        add: changes the number of announced calls.
+    """
+
+    def __init__(self, add: Callable[[int], None]) -> None:
+        self._add, self._has_ended = add, False
+        add(1)
+
+    def end(self) -> None:
+        if not self._has_ended:
+            self._has_ended = True
+            self._add(-1)
 
 
 class ModelThread:
     """Thread that runs steps while there is work, and calls in between. Safe from any thread.
 
-    A call that finds no work waits for others that come at the same time before the next step, so
-    that the prompts of several requests are read together.
+    A call that finds no work waits for others that come at the same time or are announced before
+    the next step, so that the prompts of several requests are read together.
 
     Args:
         step: one step; False if there was nothing to do.
@@ -36,6 +55,7 @@ class ModelThread:
         self._calls: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._changed = threading.Condition()
         self._is_woken, self._is_closing = False, False
+        self._num_announced = 0
         self._thread = threading.Thread(target=self._run, name="larder model", daemon=True)
         self._thread.start()
 
@@ -59,6 +79,14 @@ class ModelThread:
             self._calls.append((future, function))
             self._changed.notify()
         return future.result()
+
+    def announce(self) -> Arrival:
+        """Announce a call that comes soon."""
+        return AnnouncedCall(self._add_announced)
+
+    def _add_announced(self, change: int) -> None:
+        with self._changed:
+            self._num_announced += change
 
     def wake(self) -> None:
         """Request a step: something has changed."""
@@ -99,13 +127,14 @@ class ModelThread:
         return bool(calls)
 
     def _run_simultaneous_calls(self) -> None:
-        """Run calls that come within `ARRIVAL_GAP_SECONDS` of each other, for at most
-        `MAX_ARRIVAL_SECONDS`."""
+        """Run calls that come within `ARRIVAL_GAP_SECONDS` of each other or are announced, for at
+        most `MAX_ARRIVAL_SECONDS`."""
         until = monotonic() + MAX_ARRIVAL_SECONDS
         while (seconds := min(ARRIVAL_GAP_SECONDS, until - monotonic())) > 0:
             with self._changed:
                 self._changed.wait_for(lambda: self._calls or self._is_closing, seconds)
-            if self._is_closing or not self._run_calls():
+                is_announced = self._num_announced > 0
+            if self._is_closing or not (self._run_calls() or is_announced):
                 return
 
     def _stop(self) -> None:

@@ -227,6 +227,24 @@ class Listener(Protocol):
         ...
 
 
+class Arrival:
+    """Announcement of a request before it is submitted, from `EngineClient.arrival`; this one
+    announces nothing.
+
+    Context manager, which ends it.
+    """
+
+    def end(self) -> None:
+        """Withdraw it, as the request was submitted or will not be. Calls after the first one do
+        nothing."""
+
+    def __enter__(self) -> Arrival:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
+
 class Ticket:
     """Contract of the handle of a submitted request; this class is that of a complete answer."""
 

@@ -14,7 +14,7 @@ import httpx2
 import pytest
 from openai import OpenAI
 
-from larder.server import Archive, HttpSettings, LoopbackAuth, create_app
+from larder.server import Archive, Arrival, HttpSettings, LoopbackAuth, create_app
 from server.fake_engine_client import NAME, FakeHub
 from server.http.conftest import ANNE, BOB
 from server.http.running_server import Running, awaited, running
@@ -103,6 +103,36 @@ def test_bad_bodies_are_refused(
     result = error(http.post("/v1/chat/completions", content=content, headers=headers), status)
     assert param is None or result["param"] == param
     assert not served.hub.asked
+
+
+def test_requests_with_prompts_are_announced_until_they_are_submitted(
+    http: httpx2.Client, served: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = list[str]()
+
+    class Noted(Arrival):
+        def __init__(self) -> None:
+            events.append("announced")
+
+        def end(self) -> None:
+            events.append("ended")
+
+    submit = FakeHub.submit
+
+    def submitted(self: FakeHub, request: Any, listener: Any) -> Any:
+        events.append("submitted")
+        return submit(self, request, listener)
+
+    monkeypatch.setattr(FakeHub, "arrival", lambda self: Noted())
+    monkeypatch.setattr(FakeHub, "submit", submitted)
+    assert http.post("/v1/chat/completions", json=chat("Hi")).status_code == 200
+    assert events[:3] == ["announced", "submitted", "ended"] and "announced" not in events[3:]
+    events.clear()
+    error(http.post("/v1/chat/completions", json={"model": NAME}), 400)
+    assert events == ["announced", "ended"]
+    events.clear()
+    http.post("/v1/embeddings", json={"model": NAME, "input": "x"})
+    assert events == []
 
 
 def test_body_without_content_length_is_bounded(http: httpx2.Client, served: Running) -> None:

@@ -15,9 +15,10 @@ from larder.server.http.archive import Archive
 from larder.server.http.auth import Principal
 from larder.server.http.body_budget import BodyBudget
 from larder.server.http.metrics import Metrics
-from larder.server.request import ApiError
+from larder.server.request import ApiError, Arrival
 from larder.server.session_info import ServedModel
 
+NO_ARRIVAL = Arrival()
 # Session headers of several kinds of clients; the first one counts.
 SESSION_HEADERS = (
     "x-session-id",
@@ -102,6 +103,17 @@ class AppState:
 def app_state(http: HttpRequest) -> AppState:
     """Application state of the server that received a request."""
     return http.app.state.larder
+
+
+def announce_request(http: HttpRequest) -> None:
+    """Announce a request to the engine, whose body is there; `arrival_of` ends it."""
+    if "arrival" not in http.scope["state"]:
+        http.scope["state"]["arrival"] = app_state(http).client.arrival()
+
+
+def arrival_of(http: HttpRequest) -> Arrival:
+    """Announcement of a request, to be ended once it is submitted."""
+    return http.scope["state"].get("arrival", NO_ARRIVAL)
 
 
 def principal_of(http: HttpRequest) -> Principal:

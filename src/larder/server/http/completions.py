@@ -31,7 +31,7 @@ from larder.server.http.choices import (
     whole_answer,
 )
 from larder.server.http.image_parts import RequestImages
-from larder.server.http.json_route import JsonRoute
+from larder.server.http.json_route import PromptRoute
 from larder.server.http.protocol import (
     GenerationRequest,
     Stop,
@@ -57,7 +57,7 @@ from larder.server.http.unknown_fields import BodyPart
 from larder.server.request import ApiError, CachedResponse, CachedUse, ChatMessage
 from larder.session.transcript.chat_template import VARIABLES_ROLE
 
-router = APIRouter(tags=["text"], route_class=JsonRoute)
+router = APIRouter(tags=["text"], route_class=PromptRoute)
 Texts = Annotated[list[Text], Field(max_length=MAX_CHOICES, fail_fast=True)]
 Ids = Annotated[list[int], Field(max_length=1 << 20, fail_fast=True)]
 Prompts = str | list[str] | list[int] | list[list[int]]

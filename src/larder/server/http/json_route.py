@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 from fastapi.requests import Request as HttpRequest
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
 
-from larder.server.http.app_state import app_state, tenant_of
+from larder.server.http.app_state import announce_request, app_state, arrival_of, tenant_of
 from larder.server.http.error_responses import BodyError
 from larder.server.http.json_body import JsonBody
 from larder.server.request import ApiError
@@ -41,8 +41,19 @@ class JsonRequest(HttpRequest):
             raise BodyError(refusal) from refusal
 
 
+class PromptRequest(JsonRequest):
+    """Request with a prompt, which is announced to the engine once its body is there."""
+
+    async def body(self) -> bytes:
+        content = await super().body()
+        announce_request(self)
+        return content
+
+
 class JsonRoute(APIRoute):
     """Route that decodes its body, if it has one, by `BodyBudget`."""
+
+    request_class: ClassVar[type[JsonRequest]] = JsonRequest
 
     def get_route_handler(self) -> Callable[[HttpRequest], Any]:
         """Request handler of the route."""
@@ -52,7 +63,25 @@ class JsonRoute(APIRoute):
         model = _model_of(self.body_field.field_info.annotation)
 
         async def handled(http: HttpRequest) -> Response:
-            return await handle(JsonRequest(http, model))
+            return await handle(self.request_class(http, model))
+
+        return handled
+
+
+class PromptRoute(JsonRoute):
+    """Route of requests with a prompt, so that prompts that come at once are read together."""
+
+    request_class = PromptRequest
+
+    def get_route_handler(self) -> Callable[[HttpRequest], Any]:
+        """Request handler of the route."""
+        handle = super().get_route_handler()
+
+        async def handled(http: HttpRequest) -> Response:
+            try:
+                return await handle(http)
+            finally:
+                arrival_of(http).end()
 
         return handled
 

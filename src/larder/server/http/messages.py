@@ -21,7 +21,7 @@ from larder.server.http.app_state import Unsupported, app_state
 from larder.server.http.error_responses import MESSAGES_PATH, as_api_error, messages_error_body
 from larder.server.http.image_parts import RequestImages, placed_mark
 from larder.server.http.json_body import JsonObject
-from larder.server.http.json_route import JsonRoute
+from larder.server.http.json_route import PromptRoute
 from larder.server.http.protocol import (
     GenerationRequest,
     Stop,
@@ -63,7 +63,7 @@ from larder.server.session_info import ServedModel
 from larder.server.tool_parsers.base import ToolCall
 from larder.session.transcript.chat_template import VARIABLES_ROLE
 
-router = APIRouter(tags=["text"], route_class=JsonRoute, prefix=MESSAGES_PATH)
+router = APIRouter(tags=["text"], route_class=PromptRoute, prefix=MESSAGES_PATH)
 CACHE_CONTROL = frozenset({"cache_control"})  # not needed: every prefix is cached
 CHOICE_FIELDS = ("type", "name", "disable_parallel_tool_use")
 TOOL_FIELDS = ("type", "name", "description", "input_schema", *CACHE_CONTROL)

@@ -23,7 +23,7 @@ from larder.server.http.archive import CONVERSATION, IDEMPOTENT_ANSWER, RESPONSE
 from larder.server.http.conversations import Limit, Order, page, stored_conversation
 from larder.server.http.error_responses import as_api_error
 from larder.server.http.image_parts import RequestImages
-from larder.server.http.json_route import JsonRoute
+from larder.server.http.json_route import PromptRoute
 from larder.server.http.protocol import (
     engine_request,
     input_usage,
@@ -47,7 +47,7 @@ from larder.server.http.tools import AUTO, AnswerParser, answer_deltas, answer_r
 from larder.server.request import ApiError, ChatMessage, Report
 from larder.session.transcript.chat_template import VARIABLES_ROLE
 
-router = APIRouter(prefix="/v1/responses", tags=["responses"], route_class=JsonRoute)
+router = APIRouter(prefix="/v1/responses", tags=["responses"], route_class=PromptRoute)
 # Cause of an incomplete response whose last call, which was streamed, turned out to be no JSON.
 BROKEN_CALL = "invalid_function_call"
 RETRY_HEADER = "x-stainless-retry-count"  # number of retries, sent by OpenAI's clients

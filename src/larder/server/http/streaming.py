@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from larder.server.api_errors import server_stopping
 from larder.server.engine_client import EngineClient
-from larder.server.http.app_state import AppState
+from larder.server.http.app_state import AppState, arrival_of
 from larder.server.http.error_responses import logged_api_error
 from larder.server.request import ApiError, Report, Request, Ticket, TokenLogprob
 
@@ -112,6 +112,8 @@ async def stream_answer(
     except asyncio.CancelledError:  # the thread continues, and nobody would cancel its ticket
         submission.add_done_callback(_cancel_ticket)
         raise
+    finally:
+        arrival_of(http).end()
     answer = _receive(http, state, queue, ticket)
     try:
         first = await anext(answer)
