@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from weakref import ref
 
 import pytest
 import torch
 
-from larder.cache import DenseLayer, SequenceCache, fork_prefix
-from larder.core import Mode
+from larder.cache import DenseLayer, SequenceCache, divide, fork_prefix
+from larder.core import CacheError, Mode
 from larder.models import BatchSegment, Decoder, PassTables, batch_segment, decoder_stack
 from larder.ops import PassAttention, block_attention, c_library
 from larder.ops.cpu import decoder_layer
@@ -149,3 +150,56 @@ def test_a_pass_that_fails_leaves_the_caches_as_they_were(monkeypatch, passes):
     others = [filled(decoder, 9), filled(decoder, 20)]
     assert torch.equal(got, pass_logits(decoder, others, widths))
     check_equal(caches, others)
+
+
+def interrupted_pass(
+    between: Callable[[SequenceCache, SequenceCache], None],
+) -> tuple[torch.Tensor, SequenceCache]:
+    """Logits of a long block behind a shared prefix, and the cache that has read it.
+
+    Args:
+        between: called with the source of the prefix and the cache, before the second layer.
+    """
+    decoder = Decoder(tiny("llama", dtype=torch.float32, layers=3))
+    source = filled(decoder, 90)
+    cache, layers = fork_prefix(source, 80), list[int]()
+    cache.allocate(140)
+
+    def before_layer() -> None:
+        layers.append(len(layers))
+        if len(layers) == 2:
+            between(source, cache)
+
+    with decoder.interruptions.by(before_layer):
+        segments = [BatchSegment(cache, some_ids(130, seed=3))]
+        return decoder.forward_logits(segments, Mode.APPEND, range(130)), cache
+
+
+def test_storage_that_is_divided_between_two_layers_is_read_to_the_end(passes):
+    """As where a decode step between them fails, and its session gives up a part of the prefix."""
+
+    def divide_prefix(source: SequenceCache, cache: SequenceCache) -> None:
+        layers = [layer for layer in cache.layers if isinstance(layer, DenseLayer)]
+        held = [ref(segment) for layer in layers for segment in layer.storages[2:]]
+        divide(source, 40)
+        assert len(held) == 3 and all(each() is not None for each in held)
+
+    got, cache = interrupted_pass(divide_prefix)
+    expected, other = interrupted_pass(lambda *_: None)
+    assert torch.equal(got, expected) and [130] in passes
+    assert (cache.layers[0].num_storages, other.layers[0].num_storages) == (3, 2)
+    own, state = cache.state(), other.state()
+    assert all(torch.equal(own[name], state[name]) for name in state)
+
+
+def test_storage_that_is_replaced_between_two_layers_is_an_error(passes):
+    found = list[SequenceCache]()
+
+    def replace_storage(_: SequenceCache, cache: SequenceCache) -> None:
+        cache.layers[1].compact()
+        found.append(cache)
+
+    with pytest.raises(CacheError, match="other storage"):
+        interrupted_pass(replace_storage)
+    assert [130] in passes
+    assert found[0].next_position == 80 and set(found[0].layers[1].lengths) == {80}

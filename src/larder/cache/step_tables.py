@@ -46,6 +46,11 @@ class StepTables(ABC):
         that take steps alone."""
         return 0
 
+    @property
+    def storages(self) -> list[tuple[object, ...]]:
+        """What kernels read and write of each layer now, first the storage of new entries."""
+        raise NotImplementedError  # forms with a `block_room` have it
+
     def count_block(self, count: int) -> None:
         """Count the entries of a block that kernels have written, in every layer."""
         raise NotImplementedError  # forms with a `block_room` have it
@@ -150,6 +155,10 @@ class DenseStepTables(StepTables):
     @property
     def block_room(self) -> int:
         return self._room
+
+    @property
+    def storages(self) -> list[tuple[object, ...]]:
+        return [layer.storages for layer in self._layers]
 
     def count_block(self, count: int) -> None:
         self._lengths += count

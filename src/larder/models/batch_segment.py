@@ -16,6 +16,7 @@ from torch import Tensor
 from larder.cache.forms.base import AttentionCall, CacheLayer
 from larder.cache.new_tokens import NewTokens
 from larder.cache.sequence import SequenceCache
+from larder.core.errors import CacheError
 from larder.core.images import NO_IMAGES, ImageSpans
 from larder.core.spec import LayerSpec
 from larder.core.types import AppendKind, Keys, Queries, Values
@@ -165,7 +166,8 @@ class PassTables:
     """Storages of a pass that reads blocks, with decode steps beside them or without, as tables.
 
     One call attends in each layer, and none is made for each sequence. For caches that hold plain
-    entries of full precision, no policy of which observes the pass.
+    entries of full precision, no policy of which observes the pass. Storages stay in memory during
+    the pass: a call between two layers may divide those that its caches share with these.
 
     Args:
         tables: of each segment.
@@ -174,6 +176,7 @@ class PassTables:
 
     def __init__(self, tables: Sequence[StepTables], widths: Sequence[int]) -> None:
         self._tables, self._widths = tables, widths
+        self._storages = [own.storages for own in tables]
         rows = np.stack([own.take_rows() for own in tables], 1)
         self._attention = PassAttention(rows, widths)
 
@@ -202,7 +205,15 @@ class PassTables:
         return self._attention.attend(layer.index, *sides, layer.scaling)
 
     def finish(self) -> None:
-        """Count the tokens, which all layers have."""
+        """Count the tokens, which all layers have.
+
+        Raises:
+            CacheError: a layer has another storage by now, without them.
+        """
+        for own, storages in zip(self._tables, self._storages, strict=True):
+            pairs = zip(own.storages, storages, strict=True)
+            if not own.is_current and any(now[0] is not then[0] for now, then in pairs):
+                raise CacheError("A cache was given other storage while a block was read into it.")
         for own, width in zip(self._tables, self._widths, strict=True):
             own.count_block(width)
 

@@ -113,6 +113,11 @@ class DenseLayer(SegmentedLayer):
         return storage
 
     @property
+    def storages(self) -> tuple[object, ...]:
+        """Keys and values of the own storage, and the segments in front of it."""
+        return (self._keys, self._values, *self._segments)
+
+    @property
     def room(self) -> int:
         """Entries that the storage has slack for."""
         return self._capacity - self._length
