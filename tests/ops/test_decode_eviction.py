@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from larder.core import StepColumn, StepRule, StepScore, StepScoring
-from larder.ops import EvictionStorage, EvictionTable, c_library, evict_step
-from larder.ops.cpu.decode_eviction import layer_evictions
+from larder.ops import EvictionStorage, EvictionTable, c_library, evict_step, layer_evictions
 
 pytestmark = pytest.mark.skipif(c_library() is None, reason="the C kernels were not compiled")
 

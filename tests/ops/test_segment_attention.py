@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch import Tensor
 
 from larder.cache import SequenceCache
@@ -18,6 +20,7 @@ from larder.models import BatchSegment, Decoder, batch_segment, wrap_model
 from larder.ops import (
     BlockAttention,
     BlockWork,
+    PassAttention,
     StepStorage,
     StepWork,
     attend_segments,
@@ -150,9 +153,26 @@ def joint_calls(monkeypatch) -> list[tuple[int, int]]:
         seen.append((len(blocks), 0 if step is None else step.batch_len))
         attend_segments(blocks, step)
 
-    monkeypatch.setattr(block_attention, "is_faster", lambda *kind: True)
+    class RecordedPass(PassAttention):
+        def __init__(self, rows: NDArray[np.int64], widths: Sequence[int]) -> None:
+            super().__init__(rows, widths)
+            self._steps = sum(width == 1 for width in widths)
+            self._blocks = len(widths) - self._steps
+
+        def attend(self, *sides: Any) -> Tensor:
+            if self._blocks + self._steps > 1:
+                seen.append((self._blocks, self._steps))
+            return super().attend(*sides)
+
+    choose_kernel(monkeypatch, True)
     monkeypatch.setattr(batch_segment, "attend_segments", attend)
+    monkeypatch.setattr(batch_segment, "PassAttention", RecordedPass)
     return seen
+
+
+def choose_kernel(monkeypatch: pytest.MonkeyPatch, is_faster: bool) -> None:
+    for module in (block_attention, batch_segment):
+        monkeypatch.setattr(module, "is_faster", lambda *kind: is_faster)
 
 
 def logits_of(
@@ -199,7 +219,7 @@ def test_pass_of_blocks_and_steps_makes_one_call_a_layer(form, counts, expected,
 
 @needs_kernel
 def test_blocks_that_torch_attends_to_faster_keep_calls_of_their_own(joint_calls, monkeypatch):
-    monkeypatch.setattr(block_attention, "is_faster", lambda *kind: False)
+    choose_kernel(monkeypatch, False)
     decoder = wrap_model(tiny("llama"))
     lengths = [[30, 1], [31, 40], [32, 50]]
     got = logits_of(decoder, "dense", lengths, together=True)

@@ -35,6 +35,7 @@ from .cpu.decode_attention import EvictionStorage as EvictionStorage
 from .cpu.decode_attention import StepStorage as StepStorage
 from .cpu.decode_eviction import EvictionTable as EvictionTable
 from .cpu.decode_eviction import evict_step as evict_step
+from .cpu.decode_eviction import layer_evictions as layer_evictions
 from .cpu.decoder_layer import MAX_ROWS as MAX_ROWS
 from .cpu.decoder_layer import few_rows_linear as few_rows_linear
 from .cpu.decoder_layer import is_supported as is_supported
