@@ -147,6 +147,25 @@ def test_rows_that_are_asked_for_alone_pass_the_last_layer(monkeypatch, dtype):
     assert seen[-3:] == [51, 51, 3]
 
 
+@pytest.mark.parametrize("part", ["body", "norm"])
+def test_hooks_behind_the_layers_read_the_states_of_all_rows(monkeypatch, part):
+    take_rows(monkeypatch, 64)
+    decoder, seen = a_decoder("qwen3", torch.float32, layers=2), list[torch.Tensor]()
+    module = {"body": decoder.body, "norm": decoder.body.norm}[part]
+
+    def read(module, args, out) -> None:
+        seen.append(out if part == "norm" else out.last_hidden_state)
+
+    def logits(indices: list[int]) -> None:
+        segments = [BatchSegment(SequenceCache(decoder.spec, "dense"), some_ids(20))]
+        decoder.forward_logits(segments, Mode.APPEND, indices)
+
+    module.register_forward_hook(read)
+    logits(list(range(20)))
+    logits([19])
+    assert torch.equal(*seen)
+
+
 @pytest.mark.parametrize("name", ["phi3", "gemma3"])
 def test_other_architectures_use_the_models_layers(runs, name):
     decoder = a_decoder(name)

@@ -210,9 +210,12 @@ class DecoderStack(nn.Module):
     def _output_rows(self, attention: LayerAttention) -> Int[Tensor, " M"] | None:
         """Rows whose states behind the last layer are asked for; None to pass all rows through it.
 
-        A GPU gets all, as its products of fewer rows round otherwise.
+        A GPU gets all, as its products of fewer rows round otherwise, and so do hooks that read the
+        states.
         """
         if not isinstance(attention, ForwardBatch) or self._spec.device.type != "cpu":
+            return None
+        if any(map(_is_hooked, (self._owner[0], self._owner[0].norm))):
             return None
         rows = attention.output_rows
         return rows if rows is not None and len(rows) < attention.num_tokens else None
