@@ -39,7 +39,13 @@ CONTROLS: dict[str, Dashes] = {
     "rag_episodic": (0.0, (3.0, 1.2, 1.0, 1.2)),
 }
 PALE = "#d3d6da"
-_NAMES = {FULL: "full cache"}
+_NAMES = {
+    FULL: "full cache",
+    "whole, reconstruct, global, turboquant(bits=4)": "kvzip > turboquant(bits=4)",
+    "whole, reconstruct, global, kvquant": "kvzip > kvquant",
+    "whole, reconstruct, global, rdkv": "kvzip > rdkv",
+    "whole, snapkv, global, rdkv": "snapkv > rdkv",
+}
 _LONGEST = 36  # characters of a policy's label
 
 
