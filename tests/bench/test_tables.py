@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from larder.core import BudgetUnit, MemoryBudget, UsageError
+from larder.cli.main import app
+from larder.core import BadParameter, BudgetUnit, MemoryBudget, UsageError
 from larder_bench.results.budget_labels import sort_budgets
 from larder_bench.results.tables import SCALES, ScoreTable, markdown_report
 
@@ -90,6 +93,17 @@ def test_speeds_and_refusals_are_reported() -> None:
     assert "1 file, 2 scored items.\n" in markdown_report({"group": ENTRIES[-1:]})
 
 
+def test_a_score_that_is_nan_is_refused_and_none_is_left_out() -> None:
+    known, missing = ({"exact": score, "counts": True} for score in (1.0, None))
+    table = ScoreTable([cell("h2o", "1/4", "a", (known, missing))])
+    [exact] = table.scales_with_data(SCALES)
+    found = table.interval(exact, "h2o", "1/4")
+    assert found is not None and found.mean == 1.0
+    broken = ScoreTable([cell("h2o", "1/4", "a", (known, known | {"exact": float("nan")}))])
+    with pytest.raises(BadParameter, match="finite scores"):
+        broken.interval(exact, "h2o", "1/4")
+
+
 def test_seconds_are_means_over_files() -> None:
     head = {"task": "text()", "tokens": 64, "policy": "h2o", "budget": "1/4", "items": items(True)}
     cells = [
@@ -126,3 +140,18 @@ def test_amounts_are_read_and_sorted() -> None:
     for wrong in ("1/0", "5/4", "0", "1.5", "-3", "1/8 MiB", "some"):
         with pytest.raises(UsageError, match="is not a size|above 0"):
             MemoryBudget.parse(wrong)
+
+
+@pytest.mark.parametrize("name", ["msgspec", "polars"])
+@pytest.mark.parametrize(
+    "words", [("bench", "needles"), ("plot", "rows.jsonl"), ("report", "rows.jsonl")]
+)
+def test_missing_bench_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch, name: str, words: tuple[str, str]
+) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    result = CliRunner().invoke(app, list(words))
+    assert result.exit_code == 1 and result.stdout == ""
+    assert result.stderr == (
+        f"larder: 'larder {words[0]}' needs {name}: pip install 'larder[bench]'.\n"
+    )

@@ -14,12 +14,16 @@ import httpx2
 import pytest
 import uvicorn
 
+import larder
 from cli_results import Run, complaint, document
 from larder.cli import serve
 from larder.cli.errors import INTERRUPTED_EXIT_CODE
 from larder.engine import runtime
 from larder.models import calibration
+from larder.session.prefill import load_weights
 from larder.store import LocalFileSystem
+from server_core import characters
+from tiny_models import tiny
 
 ASKED = {"messages": [{"role": "user", "content": "My cat is Mira."}], "max_tokens": 3}
 
@@ -84,6 +88,17 @@ def test_policies_without_their_weights_are_not_served(
     done = run("serve", "--port", "0", "--policy", policy, "--budget", "300")
     assert f"`larder train {method} --model seed`" in done.stderr
     assert done.exit_code == 1 and not {"chat", "/v1/models"} & answered.keys()
+
+
+def test_models_with_windows_in_all_layers_need_no_weights() -> None:
+    """No layer of theirs is under the budget, whose first one has the weights."""
+    module = tiny("mistral")
+    module.config.sliding_window = 9
+    windowed = type(module)(module.config).eval()
+    for policy in ("full", "kvzip"):
+        engine = larder.Engine(windowed, characters().tokenizer, policy=policy)
+        assert engine.loaded.decoder.spec.managed == ()
+        load_weights(engine.runtime, engine.policy)
 
 
 @pytest.mark.extended

@@ -372,7 +372,7 @@ def load_weights(runtime: ModelRuntime, policy: Policy) -> None:
     from larder.models.learned_weights import load_learned
 
     decoder, planner = runtime.decoder, policy.planner
-    spec, first = decoder.spec, decoder.spec.managed[0]
+    spec = decoder.spec
     decoder.gates.bound(select_providers(planner.providers, GateProvider))
     decoder.gates.inputs(planner.providers)
     soft = {**planner.soft_prompt_providers, **planner.soft_entry_providers}
@@ -380,10 +380,11 @@ def load_weights(runtime: ModelRuntime, policy: Policy) -> None:
         load_learned(spec, name, provider)
     if TRAINED_GATES in policy.calibrations:
         runtime.calibrate(frozenset({TRAINED_GATES}))
-    if policy.resident_storage.residual is not None:
-        AquaPredictions.load(first, 0, spec.fingerprint, spec.device)
-    if policy.compensation.cache_form == "low_rank":
-        LowRankMaps.load(first, 0, spec.fingerprint)
+    for first in spec.managed[:1]:  # none where all layers have windows
+        if policy.resident_storage.residual is not None:
+            AquaPredictions.load(first, 0, spec.fingerprint, spec.device)
+        if policy.compensation.cache_form == "low_rank":
+            LowRankMaps.load(first, 0, spec.fingerprint)
 
 
 def encoded_prompts(

@@ -11,7 +11,7 @@ import typer
 from larder.cli.errors import INTERRUPTED_EXIT_CODE, SCHEMA, print_document
 from larder.cli.options import command
 from larder.core import UsageError
-from larder_bench.cli.bench_options import BenchOptions, context_loader
+from larder_bench.cli.bench_options import BenchOptions, check_extra, context_loader
 
 if TYPE_CHECKING:
     from larder_bench.execution.resumable_run import RunProgress
@@ -47,6 +47,7 @@ def bench(
 
     Rows go to a file of JSON lines; an interrupted run resumes where it stopped.
     """
+    check_extra("bench")
     from larder_bench.execution.runner import validate_study
 
     if options.check:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from larder.cli.options import OutputOptions
+from larder.core.errors import DependencyError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from larder_bench.studies.study import Study
 
 Names = list[str]
+# Modules of the extra `bench` that files of studies and tables need.
+TABLE_MODULES = ("msgspec", "polars")
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,15 @@ class BenchOptions(OutputOptions):
             "compare; without --study one of each study, in two processes of one thread.",
         ),
     ] = False
+
+
+def check_extra(command_name: str) -> None:
+    """Raise DependencyError if a package of the extra `bench` that tables need is missing."""
+    missing = [name for name in TABLE_MODULES if find_spec(name) is None]
+    if missing:
+        raise DependencyError(
+            f"'larder {command_name}' needs {', '.join(missing)}: pip install 'larder[bench]'."
+        )
 
 
 def load_engine(model: str, device: str, dtype: str | None) -> Engine:

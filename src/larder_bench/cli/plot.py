@@ -10,6 +10,7 @@ import typer
 from larder.cli.console import results_console
 from larder.cli.errors import SCHEMA, print_document
 from larder.cli.options import OutputOptions, command
+from larder_bench.cli.bench_options import check_extra
 
 if TYPE_CHECKING:
     from larder_bench.plots.style import Drawing, ImageFormat
@@ -48,6 +49,7 @@ def plot(
     ] = "svg,png",
 ) -> None:
     """Draw figures from RESULTS; no model is loaded, and equal results give equal SVG files."""
+    check_extra("plot")
     from larder.core import InputError
     from larder_bench.plots.figure_selection import (
         draw_all,
@@ -145,6 +147,7 @@ def report(
     ] = None,
 ) -> None:
     """Write one self-contained HTML page about RESULTS."""
+    check_extra("report")
     from larder_bench.plots.report import render_report
 
     page = render_report(results, policy or (), title or "", against)

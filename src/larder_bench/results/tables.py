@@ -210,7 +210,7 @@ class ScoreTable:
 
         A policy without cells at the budget, such as the full cache, stands with its whole cache.
         """
-        known = self._pivot(scale.key)
+        known = self._pivot(scale.key).columns
         cases = [
             _case(name, budget if _case(name, budget) in known else WHOLE)
             for name in (first, second)
@@ -253,17 +253,16 @@ class ScoreTable:
     def _by_file(self, scale: ItemScale, *cases: str) -> list[list[list[float]]]:
         """Scores of cases by file, on items that all of them have; empty without any."""
         pivot = self._pivot(scale.key)
-        if not {*cases} <= pivot.keys():
+        if not {*cases} <= {*pivot.columns}:
             return []
-        columns = np.stack([pivot[case] for case in cases])
-        is_scored = ~np.isnan(columns).any(axis=0)
-        edges = np.flatnonzero(np.diff(pivot["source"][is_scored])) + 1
+        scored = pivot.drop_nulls(cases)  # a score that is NaN is one
+        edges = np.flatnonzero(np.diff(scored["source"])) + 1
         files = [
-            [file.tolist() for file in np.split(each, edges)] for each in columns[:, is_scored]
+            [file.tolist() for file in np.split(scored[case].to_numpy(), edges)] for case in cases
         ]
-        return files if is_scored.any() else []
+        return files if len(scored) else []
 
-    def _new_pivot(self, key: str) -> dict[str, np.ndarray]:
+    def _new_pivot(self, key: str) -> pl.DataFrame:
         """Scores of one scale: a column per policy and budget, a line per item of a file."""
         scores = [
             (source, number, _case(policy, budget), float(item[key]))
@@ -272,11 +271,10 @@ class ScoreTable:
             if item.get(key) is not None
         ]
         if not scores:
-            return {}
+            return pl.DataFrame()
         frame = pl.DataFrame(scores, ["source", "number", "case", "score"], orient="row")
         pivot = frame.pivot("case", index=["source", "number"], values="score")
-        lines = pivot.sort("source", "number").with_columns(pl.col("source").rank("dense"))
-        return {column.name: column.to_numpy() for column in lines}
+        return pivot.sort("source", "number").with_columns(pl.col("source").rank("dense"))
 
 
 def _case(policy: str, budget: str) -> str:
