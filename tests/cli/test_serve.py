@@ -20,7 +20,7 @@ from larder.cli import serve
 from larder.cli.errors import INTERRUPTED_EXIT_CODE
 from larder.engine import runtime
 from larder.models import calibration
-from larder.session.prefill import load_weights
+from larder.session import load_weights
 from larder.store import LocalFileSystem
 from server_core import characters
 from tiny_models import tiny

@@ -79,6 +79,7 @@ from .prefill import build_caches_steps as build_caches_steps
 from .prefill import common_prompts as common_prompts
 from .prefill import decode_planner as decode_planner
 from .prefill import episode_prompt as episode_prompt
+from .prefill import load_weights as load_weights
 from .prefill import planner_with_quotas as planner_with_quotas
 from .prefill import prefill_memory as prefill_memory
 from .prefill import prefill_reader as prefill_reader

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from larder.cli.options import OutputOptions
-from larder.core.errors import DependencyError
+from larder.core import DependencyError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
