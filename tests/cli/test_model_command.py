@@ -127,6 +127,7 @@ def test_calibrations_are_cached_and_report_their_cost(
     assert status == 2 and "sensitivity" in error
 
 
+@pytest.mark.extended
 def test_again_measures_what_is_cached_or_packaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

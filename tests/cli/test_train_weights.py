@@ -28,6 +28,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.extended
 def test_weights_trained_without_tests_are_tested_later(run: Run, quick: None) -> None:
     sizes = ("--tokens", "600", "--passage-tokens", "300", "--seed", "2")
     trained = run("train", "restorekv", *sizes, "--test-tokens", "0", "--json")
@@ -68,6 +69,7 @@ def test_missing_weights_error_names_the_model_as_it_runs(run: Run, talk: Path) 
     assert "`larder train trim --model seed --dtype bfloat16`," in lower
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("keys_r2", "is_reported"), [(-0.21, True), (0.18, False)])
 def test_predictions_below_the_mean_are_reported(
     run: Run, monkeypatch: pytest.MonkeyPatch, keys_r2: float, is_reported: bool

@@ -63,6 +63,7 @@ def built(decoder: Decoder, schedule: str, coder: str) -> tuple[SequenceCache, R
     return caches.activate(0), meter
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("coder", CODERS)
 def test_blocks_are_read_within_the_budget_and_a_block(decoder: Decoder, coder: str) -> None:
     cache, meter = built(decoder, f"blockwise(tokens={BLOCK})", coder)
