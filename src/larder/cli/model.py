@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -145,9 +146,7 @@ def calibrate(
     from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
     known = MEASUREMENTS.names()
-    for name in measurements or ():
-        if name not in known:
-            raise UnknownName(unknown_name_message("calibration", name, known))
+    _check_measurements(measurements or (), known)
     loaded = load(
         model, device, dtype, adapter=adapter, adapter_mode=adapter_mode, stage=progress_bar
     )
@@ -171,6 +170,13 @@ def calibrate(
         )
         return
     _print_outcomes(outcomes, known_numbers(fingerprint, BITS))
+
+
+def _check_measurements(names: Sequence[str], known: list[str]) -> None:
+    """Raise UnknownName for the first name that is no measurement."""
+    for name in names:
+        if name not in known:
+            raise UnknownName(unknown_name_message("calibration", name, known))
 
 
 def _print_outcomes(outcomes: list[CalibrationOutcome], bits: tuple[float, ...]) -> None:
